@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.common import cli
 
@@ -36,19 +36,14 @@ _LIMIT = 600  # seconds, after which a script has failed
 _LAST = 40  # lines that a script printed
 
 
-class Result(NamedTuple):
-  """Holds the seconds of a run, its end, the reason, and what a failed one printed."""
-
-  seconds: float
-  verdict: str
-  reason: str = ""
-  printed: str = ""
-
-
-def run(line: str, output: pathlib.Path) -> Result:
-  """Runs a script with its options, and has it write its results to ``output``."""
+def run(line: str, output: pathlib.Path) -> tuple[str, str]:
+  """Runs a script with its options, which writes to ``output``: its end, and a text."""
   start = time.monotonic()
-  ended = lambda *told: Result(time.monotonic() - start, *told)
+
+  def ended(verdict: str, reason: str = "", *printed: str) -> tuple[str, str]:
+    said = f"{verdict}: {line}, {time.monotonic() - start:.0f} s"
+    return verdict, "\n".join([*printed, f"{said}: {reason}" if reason else said])
+
   name, *options = line.split()
   # The others emulate devices on the CPU.
   own = {} if name.startswith("gpu.") else {"JAX_PLATFORMS": "cpu"}
@@ -65,7 +60,7 @@ def run(line: str, output: pathlib.Path) -> Result:
   if done.returncode == cli.SKIPPED:
     return ended("skipped", lines[-1].removeprefix("skipped: "))
   if done.returncode:
-    return ended("FAILED", (lines or [""])[-1], "\n".join(lines[-_LAST:]))
+    return ended("FAILED", (lines or [""])[-1], *lines[-_LAST:])
   if not output.exists():
     return ended("FAILED", "it wrote nothing to --output")
   return ended("ok")
@@ -88,13 +83,9 @@ def main(arguments: list[str] | None = None) -> None:
   verdicts, kept = [], _kept()
   with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(_AT_ONCE) as pool:
     outputs = [pathlib.Path(folder, line.replace(" ", "")) for line in runs]
-    results = pool.map(run, runs, outputs)
-    for line, result in zip(runs, results, strict=True):
-      if result.printed:
-        print(result.printed)
-      said = f": {result.reason}" if result.reason else ""
-      print(f"{result.verdict}: {line}, {result.seconds:.0f} s{said}", flush=True)
-      verdicts.append(result.verdict)
+    for verdict, said in pool.map(run, runs, outputs):
+      print(said, flush=True)
+      verdicts.append(verdict)
   for name, _ in sorted(_kept() - kept):
     print(f"FAILED: a script wrote {name} to benchmarks/results")
     verdicts.append("FAILED")

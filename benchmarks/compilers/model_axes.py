@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from benchmarks.common import cli, tables
-from gradcomp._src.report.wire_report import WireReport
 
 EXPLICIT = AxisType.Explicit
 FORMS = ("plain mean", "Auto", "Explicit")
@@ -76,8 +75,8 @@ def arrays(layout: Layout, kind: AxisType, sizes: tuple[int, ...]) -> tuple[Any,
   return params, {"x": zeros((BATCH, inputs), rows), "y": zeros((BATCH, outputs), rows)}
 
 
-@functools.cache
-def report(name: str, form: str, sizes: tuple[int, ...]) -> WireReport:
+def sent(name: str, form: str, sizes: tuple[int, ...]) -> dict[str, dict[str, int]]:
+  """Returns the bytes of a device by axes and by ``words`` or ``float32``."""
   layout = LAYOUTS[name]
   axis_name, kind = layout.axis_name, EXPLICIT if form == "Explicit" else AxisType.Auto
   params, batch = arrays(layout, kind, sizes)
@@ -96,13 +95,9 @@ def report(name: str, form: str, sizes: tuple[int, ...]) -> WireReport:
     updates, state = tx.update(grads, state, params)
     return jax.tree.map(lambda w, u: w - 0.1 * u, params, updates), state, loss
 
-  return gradcomp.wire_report(step.lower(params, state, batch))
-
-
-def sent(name: str, form: str, sizes: tuple[int, ...]) -> dict[str, dict[str, int]]:
-  """Returns the bytes of a device by axes and by ``words`` or ``float32``."""
-  found: dict[str, dict[str, int]] = {}
-  for axis, part in report(name, form, sizes).by_axis.items():
+  found = {}
+  report = gradcomp.wire_report(step.lower(params, state, batch))
+  for axis, part in report.by_axis.items():
     words = sum(c.times * c.bytes_sent for c in part.collectives if c.dtype == "u32")
     found[axis] = {"words": words, "float32": part.bytes_sent - words}
   return found

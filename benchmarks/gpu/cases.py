@@ -128,11 +128,10 @@ def _qsgd(name: str, keep: bool = False, timed: bool = False, **options: Any) ->
   return _scaled(f"qsgd {name}", codec, keep=keep, timed=timed, **_shared(codec))
 
 
-def _one_bit(bucket_size: int, *, keep: bool = False) -> Case:
-  codec = codecs.OneBit(bucket_size=bucket_size)
+def _one_bit(size: int, keep: bool) -> Case:
   # CPUs flush subnormal numbers: there they are not below zero.
-  more: dict[str, Any] = {"strange": _STRANGE, "timed": True, "rounds": WORD}
-  return _whole(f"one_bit bucket {bucket_size}", codec, keep=keep, **more)
+  more: Any = {"strange": _STRANGE, "timed": True, "rounds": WORD, "keep": keep}
+  return _whole(f"one_bit bucket {size}", codecs.OneBit(bucket_size=size), **more)
 
 
 def _block_top(name: str, keep: bool, timed: bool = False, **options: Any) -> Case:
@@ -218,8 +217,8 @@ CASES: dict[str, Case] = {
     _qsgd("4 bit tensor scale", bits=4, bucket_size=None, timed=True),
     _qsgd("4 bit l2", bits=4, norm="l2", timed=True),
     _qsgd("8 bit l2", bits=8, norm="l2"),
-    *(_one_bit(size, keep=keep) for size in (64, 512) for keep in (False, True)),
-    _one_bit(32, keep=True),
+    *(_one_bit(size, keep) for size in (64, 512) for keep in (False, True)),
+    _one_bit(32, True),
     *(_ternary(packing, packing=packing, timed=True) for packing in ("2bit", "base3")),
     *(_ternary(f"{x} bucket 64", packing=x, bucket_size=64) for x in ("2bit", "base3")),
     _ternary("2bit unclipped", clip_sigmas=None),

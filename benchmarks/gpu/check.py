@@ -18,8 +18,10 @@ anything is wrong or left, and 77 where there is no GPU. With --interpret, Palla
 interprets the kernels on any machine, which tries the script and no GPU.
 """
 
+import collections
 import concurrent.futures
 import datetime
+import functools
 import json
 import os
 import subprocess
@@ -43,6 +45,7 @@ RESULTS = cli.RESULTS / "gpu" / "gpu_check.json"
 _STEPS = {f"train step, {bits} bit": bits for bits in (8, 4)}
 _QUICK = ("float_cast (3, 0) nearest_even", "eight_bit linear, blocks, nearest")
 _PROCESSES = min(16, os.cpu_count() or 1)
+_note = functools.partial(print, "note:", file=sys.stderr, flush=True)
 _KERNEL = "mosaic_gpu"  # what XLA calls Pallas kernels
 
 Arrays = list[tuple[np.ndarray, ...]]
@@ -70,7 +73,7 @@ def check(name: str, kernels: Kernels = None) -> list[str]:
     wrong += _differences(case, f"{implementation} in shard_map", expected, found)
   found = _run(case, "xla", given[: len(plain)], device)
   for note in _differences(case, "xla", expected, found):
-    print(f"note: {name}: {note}", file=sys.stderr, flush=True)
+    _note(f"{name}: {note}")
   return wrong
 
 
@@ -124,11 +127,9 @@ def train_step(bits: int) -> list[str]:
   """Checks that a whole step with error feedback runs the kernel, and learns."""
   mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
   rng = np.random.default_rng(0)
-  shapes = {"first": (128, 256), "second": (256, 128)}
-  draw = lambda shape: jnp.asarray(rng.standard_normal(shape, np.float32) / 16)
-  params = {name: draw(shape) for name, shape in shapes.items()}
+  draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32) / 16)
+  params: Any = {"first": draw(128, 256), "second": draw(256, 128)}
   batch = rng.standard_normal((64, 128), np.float32)
-
   outputs = lambda params, x: jnp.tanh(x @ params["first"]) @ params["second"]
   loss_fn = lambda params, x: jnp.mean((outputs(params, x) - x[:, ::-1]) ** 2)
   way: Any = {"axis_name": "data", "feedback": "error", "exchange": "all_gather"}
@@ -145,12 +146,8 @@ def train_step(bits: int) -> list[str]:
   for _ in range(20):
     params, state, metrics = compiled(params, state, batch)
     losses.append(float(metrics["loss"]))
-  note = (
-    f"note: train step, {bits} bit: {count} of its custom calls are kernels of QSGD"
-  )
-  print(
-    f"{note}, loss {losses[0]:.3f} to {losses[-1]:.3f}", file=sys.stderr, flush=True
-  )
+  told = f"{count} of its custom calls are kernels of QSGD"
+  _note(f"train step, {bits} bit: {told}, loss {losses[0]:.3f} to {losses[-1]:.3f}")
   wrong = [] if count else [f"no {_KERNEL} named qsgd_encode is in the compiled step"]
   return wrong + ([] if losses[-1] < losses[0] / 2 else [f"the losses are {losses}"])
 
@@ -222,8 +219,8 @@ def main() -> None:
     cases, found = record["left"], record["wrong"] | dict.fromkeys(record["right"], [])
   shares = [cases[k::_PROCESSES] for k in range(_PROCESSES)]
   with concurrent.futures.ThreadPoolExecutor(_PROCESSES) as pool:
-    for part in pool.map(lambda share: run_apart(share, end, *passed), shares):
-      found |= part
+    apart = pool.map(lambda share: run_apart(share, end, *passed), shares)
+    found |= collections.ChainMap(*apart)
   wrong = {name: lines for name, lines in found.items() if lines}
   left = [name for name in cases if name not in found]
   result = {

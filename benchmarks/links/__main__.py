@@ -70,7 +70,7 @@ def measure(case: Any, args: argparse.Namespace) -> None:
       cell["probe"], cell["round_trip"] = probe.bytes_a_second, probe.round_trip
       if probe.reached:
         case.measure(hosts, cell, args)
-    found = case.joined(found, cell)
+    found = getattr(case, "joined", results.replaced)(found, cell)
     cli.write(args.output, file, found, case.markdown(found))
     print(f"{count} hosts, {cell['rate']}: probed {min(cell['probe']):,.0f} B/s")
   print(case.markdown(found))

@@ -204,9 +204,6 @@ def measure(hosts: list[Host], cell: dict[str, Any], args: argparse.Namespace) -
   cell["programs"] = results.combine(reports, "steps", hosts[0].interface)
 
 
-joined = results.replaced
-
-
 def markdown(found: dict[str, Any]) -> str:
   paragraphs = [
     "# Activations over limited links",

@@ -203,9 +203,8 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 def bytes_sent(interface: str) -> int:
   """Reads the kernel's counter of an interface, which counts one header a frame."""
-  return int(
-    pathlib.Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text()
-  )
+  counter = pathlib.Path(f"/sys/class/net/{interface}/statistics/tx_bytes")
+  return int(counter.read_text())
 
 
 def timed(

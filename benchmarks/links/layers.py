@@ -128,11 +128,7 @@ def overlap(sends: list[Span], works: list[Span]) -> dict[str, float]:
 
 
 def united(spans: list[Span]) -> list[Span]:
-  """Joins spans of time that meet.
-
-  >>> united([(4, 5), (0, 2), (1, 3)])
-  [(0, 3), (4, 5)]
-  """
+  """Joins spans of time that meet."""
   found: list[Span] = []
   for start, end in sorted(spans):
     if found and start <= found[-1][1]:
@@ -153,9 +149,6 @@ def measure(hosts: list[Host], cell: dict[str, Any], args: argparse.Namespace) -
   reports = launch.run_workers(hosts, "layers", job, args.limit)
   cell["steps"] = results.combine(reports, "steps", hosts[0].interface)
   cell["traces"] = reports[0]["traces"]
-
-
-joined = results.replaced
 
 
 def markdown(found: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ leaf in a message of its own, as systems do that do not merge layers (Han 2021, 
 Optimizers that exchange in place of gradients stand beside them.
 """
 
-from collections.abc import Callable
+import inspect
 from typing import Any, NamedTuple, get_args
 
 import jax
@@ -18,7 +18,6 @@ import optax
 import gradcomp
 from benchmarks.compilers.codecs import NVFP4
 from gradcomp import codecs, contrib, optimizers
-from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.core.compression import Compression
 from gradcomp._src.core.feedback import FeedbackName
 from gradcomp._src.core.transform import transformation
@@ -39,29 +38,22 @@ _RATE = 1e-3
 class Case(NamedTuple):
   """A codec, the exchanges to time it in, and the options that matter for its time."""
 
-  codec: LeafCodec
+  codec: Any  # or what makes an optimizer from the name of an exchange
   exchanges: tuple[str, ...]
   feedback: FeedbackName | None = None
   message_bytes: int | None = None
   updates: bool = False  # it makes the mean of the gradients
 
   def transformation(self, exchange: str) -> optax.GradientTransformation:
-    """Makes the exchange of gradients over the axis ``"data"``."""
+    """Makes the exchange of gradients over the axis ``"data"``, or an optimizer."""
+    if inspect.isfunction(self.codec):
+      return self.codec(exchange)
     options: dict[str, Any] = {"axis_name": "data", "feedback": self.feedback}
     options["exchange"] = GROUPED if exchange == GROUPED.name else exchange
     options["message_bytes"] = self.message_bytes
     if isinstance(self.codec, PowerSGD):  # factors, which are no codec
       return transformation(Compression(self.codec, averaging=ONE_BY_ONE, **options))
     return gradcomp.compress(self.codec, **options)
-
-
-class Optimizer(NamedTuple):
-  """An optimizer of the gradients of the axis ``"data"``, and its exchanges' names."""
-
-  transformation: Callable[[str], optax.GradientTransformation]  # by an exchange
-  exchanges: tuple[str, ...]
-  message_bytes: None = None
-  updates: bool = True
 
 
 APS = codecs.FloatCast(exponent_bits=5, mantissa_bits=2)
@@ -119,19 +111,15 @@ def _bf16(grads: list[jax.Array], _: Any) -> list[jax.Array]:
 _over: Any = lambda way: {"axis_name": "data", "exchange": way}
 # Times go from the gradient to the update. The first step, which is not timed, is in
 # float32 where there is a warm-up.
-OPTIMIZERS: dict[str, Optimizer] = {
-  "jax bf16": Optimizer(lambda _: optax.stateless(_bf16), ("psum",), updates=False),
-  "adam": Optimizer(
-    lambda way: optax.chain(gradcomp.dense(**_over(way)), optax.adam(_RATE)), ("psum",)
-  ),
-  "1-bit adam": Optimizer(
-    lambda way: optimizers.adam(_RATE, **_over(way), warmup=1),
-    ("two_shot", "all_gather"),
-  ),
-  "dion-4": Optimizer(lambda way: contrib.dion(_RATE, **_over(way), rank=4), ("psum",)),
+_dense_adam = lambda way: optax.chain(gradcomp.dense(**_over(way)), optax.adam(_RATE))
+_adam = lambda way: optimizers.adam(_RATE, **_over(way), warmup=1)
+_dion = lambda way: contrib.dion(_RATE, **_over(way), rank=4)
+STEPS = CASES | {
+  "jax bf16": Case(lambda _: optax.stateless(_bf16), ("psum",)),
+  "adam": Case(_dense_adam, ("psum",), updates=True),
+  "1-bit adam": Case(_adam, ("two_shot", "all_gather"), updates=True),
+  "dion-4": Case(_dion, ("psum",), updates=True),
 }
-
-STEPS: dict[str, Case | Optimizer] = CASES | OPTIMIZERS
 
 # What cells have that are there for the rate or the leaves, and not for the codecs.
 _BRIEF = {

@@ -64,15 +64,6 @@ def measure(
   return results
 
 
-def joined(options: dict[str, Any]) -> jax.sharding.Mesh:
-  """Meets the other hosts, and returns the mesh of all of them."""
-  count = len(options["ends"])
-  given = options["coordinator"], count, options["rank"]
-  limits = {"heartbeat_timeout_seconds": 20, "shutdown_timeout_seconds": 20}
-  jax.distributed.initialize(*given, initialization_timeout=60, **limits)
-  return jax.make_mesh((count,), ("data",))
-
-
 def meeting(mesh: jax.sharding.Mesh) -> Callable[[], Any]:
   """Returns a function that returns when all hosts have called it."""
   specs = {"in_specs": jax.P("data"), "out_specs": jax.P()}
@@ -83,8 +74,13 @@ def meeting(mesh: jax.sharding.Mesh) -> Callable[[], Any]:
 
 
 def main(options: dict[str, Any]) -> Any:
-  case = importlib.import_module(f"benchmarks.links.{options['case']}")
-  report = case.report(joined(options), options)
+  """Meets the other hosts, and returns a case's report on the mesh of all of them."""
+  case, count = f"benchmarks.links.{options['case']}", len(options["ends"])
+  given = options["coordinator"], count, options["rank"]
+  limits = {"heartbeat_timeout_seconds": 20, "shutdown_timeout_seconds": 20}
+  jax.distributed.initialize(*given, initialization_timeout=60, **limits)
+  mesh = jax.make_mesh((count,), ("data",))
+  report = importlib.import_module(case).report(mesh, options)
   jax.distributed.shutdown()
   return report
 

@@ -111,8 +111,7 @@ def measure(hosts: list[Host], cell: dict[str, Any], args: argparse.Namespace) -
   names = methods.chosen(list(args.codecs), brief, len(given) == 1)
   job, interface = {"shapes": given, "repeats": cell["repeats"]}, hosts[0].interface
   reports = launch.run_workers(hosts, "speed", job | {"steps": names}, args.limit)
-  for kind in ("steps", "parts"):
-    cell[kind] = results.combine(reports, kind, interface)
+  cell |= {x: results.combine(reports, x, interface) for x in ("steps", "parts")}
   has = [args.torch, "-c", "import torch"]
   if args.torch and not subprocess.run(has, capture_output=True).returncode:
     threads = max(1, (os.cpu_count() or 1) // len(hosts))
@@ -130,8 +129,7 @@ def measure(hosts: list[Host], cell: dict[str, Any], args: argparse.Namespace) -
   for entry in (*cell["steps"].values(), *cell["parts"].values()):
     entry["load_and_cores"] = load
   show(cell)
-  differ = [name for name, x in cell["steps"].items() if not x["same_bits"]]
-  if differ:
+  if differ := [name for name, x in cell["steps"].items() if not x["same_bits"]]:
     sys.exit(f"The hosts of a step did not get the same bits: {', '.join(differ)}.")
 
 
