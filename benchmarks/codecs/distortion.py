@@ -165,9 +165,8 @@ def main() -> None:
     size=cli.Option(2**16, 2**13, "elements of a vector, a power of two"),
     steps=cli.Option(30, 2, "of a training"),
   )
-  nets = {"lenet": "digits"} if options.quick else NETS
   vectors = drawn(options.size, seed=0)
-  for net, dataset in nets.items():
+  for net, dataset in ({"lenet": "digits"} if options.quick else NETS).items():
     vectors[net] = gradient(net, dataset, options.steps, options.size)
   found = []
   for name in QUICK if options.quick else CODECS:

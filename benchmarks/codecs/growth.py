@@ -26,12 +26,17 @@ import optax
 import gradcomp
 from benchmarks.common import cli, quiet, tables
 from benchmarks.common.shapes import mapped
+from gradcomp import local, parallel
 from gradcomp.codecs import QSGD
 
 WORKERS = 8
 _OVER: Any = {"axis_name": "data"}
 _HOSTS = ("host", "chip")  # the axes of two hosts, for an exchange within and between
 _BETWEEN: Any = {"axis_name": _HOSTS, "exchange": "hierarchical"}
+
+_LOCAL: Any = {"every": 30, "codec": QSGD(bits=4)}
+_BOTH: Any = {"grads": QSGD(bits=4), "params": QSGD(bits=4)}
+_ADAM = optax.adamw(1e-3)
 
 ALONE = "adamw alone"
 MEAN = "`jax.lax.pmean`"
@@ -50,12 +55,8 @@ METHODS: dict[str, Callable[[], Any]] = {
   "TernGrad": lambda: gradcomp.terngrad(**_OVER),
   "RedSync, 0.1 %": lambda: gradcomp.redsync(**_OVER),
   "PowerSGD, rank 4": lambda: gradcomp.powersgd(rank=4, **_OVER),
-  "local steps": lambda: gradcomp.local.local_steps(
-    optax.adamw(1e-3), optax.sgd(0.7), every=30, codec=QSGD(bits=4), **_OVER
-  ),
-  "zero, 4 + 4 bits": lambda: gradcomp.parallel.zero(
-    optax.adamw(1e-3), grads=QSGD(bits=4), params=QSGD(bits=4), **_OVER
-  ),
+  "local steps": lambda: local.local_steps(_ADAM, optax.sgd(0.7), **_LOCAL, **_OVER),
+  "zero, 4 + 4 bits": lambda: parallel.zero(_ADAM, **_BOTH, **_OVER),
 }
 QUICK = "plain mean"
 
@@ -105,11 +106,10 @@ def measure(method: str, params: Any, *, compiled: bool = True) -> dict[str, flo
   """Returns the CPU seconds to trace, lower and compile an update, and temporaries."""
   jax.clear_caches()
   axes = _HOSTS if "hierarchical" in method else ("data",)
-  shape = (2, WORKERS // 2) if axes == _HOSTS else (WORKERS,)
-  mesh = jax.make_mesh(shape, axes)
+  mesh = jax.make_mesh((2, WORKERS // 2) if axes == _HOSTS else (WORKERS,), axes)
   exchange = METHODS[method]()
   if not method.startswith(("zero", "local")):
-    exchange = optax.chain(exchange, optax.adamw(1e-3))
+    exchange = optax.chain(exchange, _ADAM)
   with jax.set_mesh(mesh):
     state = jax.eval_shape(exchange.init, params)
   specs = gradcomp.state_specs(state, axis_name=axes)
@@ -137,9 +137,8 @@ def measure(method: str, params: Any, *, compiled: bool = True) -> dict[str, flo
     began = clock()
     analysis = lowered.compile().memory_analysis()
     found["compile"] = clock() - began
-    found["temporaries"] = analysis.temp_size_in_bytes / (
-      4 * sum(x.size for x in leaves)
-    )
+    gradient = 4 * sum(x.size for x in leaves)
+    found["temporaries"] = analysis.temp_size_in_bytes / gradient
   return found
 
 

@@ -109,13 +109,12 @@ def transformation(case: Case) -> Any:
 
 
 def compiled(case: Case, shape: tuple[int, ...] = SHAPE) -> jax.stages.Compiled:
-  mesh = jax.make_mesh((WORKERS,), ("data",))
   own, whole = (
     [jax.ShapeDtypeStruct((count * shape[0], *shape[1:]), jnp.float32)] * case.leaves
     for count in (1, WORKERS)
   )
   given = transformation(case), own, whole, jax.P("data")
-  step, args = shapes.exchange(mesh, *given)
+  step, args = shapes.exchange(jax.make_mesh((WORKERS,), ("data",)), *given)
   return step.lower(*args).compile()
 
 

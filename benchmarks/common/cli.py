@@ -61,12 +61,7 @@ class Option(NamedTuple):
 
 
 def options(
-  doc: str,
-  quick: str,
-  output: str,
-  *,
-  argv: list[str] | None = None,
-  **named: Option,
+  doc: str, quick: str, output: str, *, argv: list[str] | None = None, **named: Option
 ) -> argparse.Namespace:
   """Parses the command line of a script; a quick run compiles fast."""
   made = parser(doc, quick, output)
@@ -74,8 +69,7 @@ def options(
     option.add(name, made)
   found = made.parse_args(argv)
   if found.quick:
-    of_quick = {k: x.quick for k, x in named.items() if x.quick is not None}
-    vars(found).update(of_quick)
+    vars(found).update({k: x.quick for k, x in named.items() if x.quick is not None})
     compile_fast()
   return found
 

@@ -57,8 +57,7 @@ def above(row: Row, bar: Bar) -> bool:
 
 
 def of(row: Row) -> Bar:
-  name = row["codec"], row["operation"]
-  return own().get(name, COMMON[row["operation"]])
+  return own().get((row["codec"], row["operation"]), COMMON[row["operation"]])
 
 
 def needed(rows: Iterable[Row]) -> dict[tuple[str, str], Bar]:

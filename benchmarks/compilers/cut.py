@@ -63,8 +63,7 @@ def _matters(works: Works, body: hlo_text.Computation, x: hlo_text.Instruction) 
   kind = x.opcode.partition("-start")[0].partition("-done")[0].partition("-update")[0]
   if kind in collectives.SHARE_SENT or kind in ("send", "recv", "call", "async"):
     return True
-  target = x.attributes.get("custom_call_target", "")
-  if target.startswith('"AsyncCollective'):
+  if x.attributes.get("custom_call_target", "").startswith('"AsyncCollective'):
     return True
   work = works.of(body, x)
   return bool(work and work.flops) or any(

@@ -153,14 +153,13 @@ def _beside(x: Row) -> str:
 
 def overlap(rows: list[Row]) -> str:
   """Returns the page of what computes beside collectives: targets in their order."""
-  order = list(targets.TARGETS)
   lines = [
     [
       row["target"],
       row["case"],
       *([_BROKEN, ""] if "error" in row else overlap_cells(row)),
     ]
-    for row in sorted(rows, key=lambda row: order.index(row["target"]))
+    for row in sorted(rows, key=lambda row: [*targets.TARGETS].index(row["target"]))
   ]
   header = ["target", "exchange", "collectives of each kind, in order", "exposed"]
   return head("overlap", rows) + table(header, lines) + "\n"

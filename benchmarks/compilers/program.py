@@ -139,8 +139,7 @@ class Program:
   def _collective(self, run: Run, body: Computation, x: Instruction) -> dict[str, Any]:
     types = [body.named[y].type for y in x.operands if y in body.named]
     kind, given = x.base, [a for y in types for a in arrays(y) if a.bits]
-    alone = x is run.instruction
-    waits = x.opcode.endswith("-start") or kind == "send" or not alone
+    waits = x.opcode.endswith("-start") or kind == "send" or x is not run.instruction
     told = str(x.attributes)
     if x.attributes.get("is_host_transfer") == "true" and "megascale" not in told:
       kind = "host send"

@@ -98,8 +98,7 @@ def _context(codec: Any, given: Sequence[jax.Array]) -> Context:
 
 def _shared(codec: Any) -> dict[str, Any]:
   """Says what rows without scales are: codes, which mean nothing under a NaN."""
-  own = {"decode": codec.codes, "strange": (0.0, -0.0)}
-  return own if codec.share_scale else {}
+  return {"decode": codec.codes, "strange": (0.0, -0.0)} if codec.share_scale else {}
 
 
 def _scaled(name: str, codec: Any, *, keep: bool = False, **more: Any) -> Case:
@@ -111,8 +110,7 @@ def _scaled(name: str, codec: Any, *, keep: bool = False, **more: Any) -> Case:
 
   def encode(codec: Any, x: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
     scale = given[0] if len(given) > codec.needs_key else None
-    found = codec.encode_by(scale, x, _context(codec, given), keep=keep)
-    return found[: 1 + keep]
+    return codec.encode_by(scale, x, _context(codec, given), keep=keep)[: 1 + keep]
 
   return Case(f"{name}{', residual' * keep}", codec, encode, operands, **more)
 

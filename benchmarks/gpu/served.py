@@ -28,9 +28,8 @@ TABLE = cli.ROOT / "kernels" / "gpu" / "table.json"
 def kernels(name: str) -> set[str]:
   """Returns the names by which a case asks the table for kernels."""
   case = CASES[name]
-  given = case.structs(case.sizes()[-1])
   with mock.patch.object(dispatch, "run", wraps=dispatch.run) as run:
-    jax.eval_shape(case.function(None), *given)
+    jax.eval_shape(case.function(None), *case.structs(case.sizes()[-1]))
   operations = [call.args[0] for call in run.call_args_list]
   return {x.name for x in operations if not isinstance(x.cuda, str)}
 

@@ -180,10 +180,9 @@ def predicted(
   # The first transfer is in full, and of every other pass what is not hidden.
   ahead = sum(sent + (passes - 1) * max(0.0, sent - hides) for sent, hides in pairs)
   paper = sum((hosts - 1) * (x - y) if x > y else x for x, y in pairs)
-  after = passes * (there + back)
   return {
     "ahead": computed + ahead,
-    "after": computed + after,
+    "after": computed + passes * (there + back),
     "paper": computed + paper,
   }
 

@@ -27,6 +27,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -77,7 +78,7 @@ def missing() -> str:
     return "root's rights, to make network namespaces"
   try:
     with network(1, "1gbit") as (host,):
-      _run(*host.prefix, "true")
+      _run(shlex.join([*host.prefix, "true"]))
   except (RuntimeError, OSError) as error:
     return f"rate-limited network namespaces ({error})"
   return ""
@@ -101,9 +102,8 @@ def network(count: int, rate: str, round_trip: float = 0.0) -> Iterator[list[Hos
   ]
   own_folder = not _NETNS.exists()
   try:
-    _run("ip", "netns", "add", switch)
-    _run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
-    _run("ip", "-n", switch, "link", "set", "br0", "up")
+    bridge = "link add br0 type bridge", "link set br0 up"
+    _run(f"ip netns add {switch}", *(f"ip -n {switch} {line}" for line in bridge))
     ports = [f"p{i}" for i in range(count)]
     for i, (name, host) in enumerate(zip(names, hosts, strict=True)):
       _add_host(name, host.address, switch, ports[i], rate)
@@ -112,8 +112,7 @@ def network(count: int, rate: str, round_trip: float = 0.0) -> Iterator[list[Hos
       (files / "hosts").write_text(f"127.0.0.1 localhost\n{host.address} host{i}\n")
     with contextlib.ExitStack() as stack:
       if round_trip:  # a program forwards between the ports, and not the bridge
-        for port in ports:
-          _run("ip", "-n", switch, "link", "set", port, "nomaster")
+        _run(*(f"ip -n {switch} link set {port} nomaster" for port in ports))
         command = ["ip", "netns", "exec", switch, sys.executable, "-I", str(_DELAY)]
         command += [str(round_trip / 2), *ports]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -134,28 +133,28 @@ def network(count: int, rate: str, round_trip: float = 0.0) -> Iterator[list[Hos
 def _add_host(name: str, address: str, switch: str, port: str, rate: str) -> None:
   burst = max(2 * _MTU, int(bits_per_second(rate) / 8 * _BURST_SECONDS))
   frame = min(_LARGEST_FRAME, int(0.9 * burst))  # tbf counts 5 % of headers too
-  peer = ("type", "veth", "peer", "name", port, "netns", switch)
-  _run("ip", "netns", "add", name)
-  _run("ip", "-n", name, "link", "add", "eth0", *peer)
-  _run("ip", "-n", switch, "link", "set", port, "master", "br0")
-  for namespace, device in ((name, "eth0"), (switch, port)):
-    bucket = ("tbf", "rate", rate, "burst", str(burst), "latency", "50ms")
-    _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *bucket)
-    size = ("gso_max_size", str(frame))
-    _run("ip", "-n", namespace, "link", "set", "dev", device, *size, "up")
-  _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
-  _run("ip", "-n", name, "link", "set", "lo", "up")
-  subnet = (_SUBNET, "dev", "eth0", "src", address)
-  _run("ip", "-n", name, "route", "replace", *subnet, "congctl", "cubic")
-  for key, value in (("limit_output_bytes", burst), ("slow_start_after_idle", 0)):
-    script = f"echo {value} > /proc/sys/net/ipv4/tcp_{key}"
-    _run("ip", "netns", "exec", name, "sh", "-c", script)
+  bucket, tcp = f"tbf rate {rate} burst {burst} latency 50ms", "/proc/sys/net/ipv4/tcp"
+  _run(
+    f"ip netns add {name}",
+    f"ip -n {name} link add eth0 type veth peer name {port} netns {switch}",
+    f"ip -n {switch} link set {port} master br0",
+    f"tc -n {name} qdisc replace dev eth0 root {bucket}",
+    f"tc -n {switch} qdisc replace dev {port} root {bucket}",
+    f"ip -n {name} link set dev eth0 gso_max_size {frame} up",
+    f"ip -n {switch} link set dev {port} gso_max_size {frame} up",
+    f"ip -n {name} address add {address}/24 dev eth0",
+    f"ip -n {name} link set lo up",
+    f"ip -n {name} route replace {_SUBNET} dev eth0 src {address} congctl cubic",
+    f"ip netns exec {name} sh -c 'echo {burst} > {tcp}_limit_output_bytes'",
+    f"ip netns exec {name} sh -c 'echo 0 > {tcp}_slow_start_after_idle'",
+  )
 
 
-def _run(*command: str) -> None:
-  done = subprocess.run(command, capture_output=True, text=True)
-  if done.returncode:
-    raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+def _run(*lines: str) -> None:
+  for line in lines:
+    done = subprocess.run(shlex.split(line), capture_output=True, text=True)
+    if done.returncode:
+      raise RuntimeError(f"{line}: {done.stderr.strip()}")
 
 
 def run(

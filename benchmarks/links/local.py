@@ -87,8 +87,8 @@ def stepper(
 ) -> tuple[Callable[[], float], dict[str, int]]:
   """Compiles a method's step: returns what takes one and times it, and its sizes."""
   length, found = options["length"], texts.load()
-  sizes = {name: options[name] for name in ("width", "layers")}
-  model = texts.Transformer(texts.CHARACTERS, **sizes)
+  width, layers = options["width"], options["layers"]
+  model = texts.Transformer(texts.CHARACTERS, width=width, layers=layers)
   task = Task(model, texts.in_order(found.test[: 2 * length], length), mesh)
   own = {"seed": 0, "part": options["rank"], "parts": mesh.size}
   batches = texts.batches(found.train, options["batch"] * mesh.size, length, **own)
