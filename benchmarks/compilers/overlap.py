@@ -101,35 +101,44 @@ def row(target: str, case: Case) -> tuple[dict[str, Any], str]:
 
 
 def program(target: str, case: Case) -> tuple[Any, tuple[Any, ...]]:
-  if case.messages in (BEHIND, INSIDE):
-    return _scanned(target, case)
+  """Returns a step of layers, unrolled or in a loop, which computes them again."""
   if case.messages in FORMS:
     axes = {"host": 2, "chip": 4} if case.messages == INNER else {"data": 8}
     return _sharded(TARGETS[target].mesh(axes), case.messages)
-  mesh, names = _mesh(target, case)
+  hierarchical = case.exchange == "hierarchical"
+  names: Any = ("slice", "chip") if hierarchical else "data"
+  mesh = TARGETS[target].mesh({"slice": 2, "chip": 4} if hierarchical else None)
   exchange = TwoShot(in_turn=True) if case.exchange == "in turn" else case.exchange
-  way: Any = {"exchange": exchange, "message_bytes": SIZES.get(case.messages)}
-  optimizer = gradcomp.qsgd(bits=4, axis_name=names, **way)
-  layers = [_struct(WIDTH)] * LAYERS
+  way: Any = {"axis_name": names, "exchange": exchange}
+  key = jax.random.key(0, impl="threefry2x32")
+  optimizer = gradcomp.qsgd(bits=4, message_bytes=SIZES.get(case.messages), **way)
+  scanned, inside = case.messages in (BEHIND, INSIDE), case.messages == INSIDE
+  layers = _struct(SCANNED, WIDTH) if scanned else [_struct(WIDTH)] * LAYERS
 
-  def loss(params: list[jax.Array], x: jax.Array) -> jax.Array:
-    for layer in params:
+  def loss(params: Any, x: jax.Array) -> jax.Array:
+    if inside:
+      x, _ = parallel.scan(_layer, x, params, codec=codecs.QSGD(bits=4), key=key, **way)
+    elif scanned:
+      x, _ = jax.lax.scan(jax.checkpoint(_layer, prevent_cse=False), x, params)
+    for layer in () if scanned else params:
       x, _ = _layer(x, layer)
     return _mean_square(x)
 
-  def step(params: list[jax.Array], state: Any, x: jax.Array) -> Any:
-    own = [jax.lax.pcast(layer, names, to="varying") for layer in params]
-    grads = jax.grad(loss)(own, x)
+  def step(params: Any, state: Any, x: jax.Array) -> Any:
+    varying = lambda x: x if inside else jax.lax.pcast(x, names, to="varying")
+    mean = jax.grad(loss)(jax.tree.map(varying, params), x)
     if case.messages == PLAIN:
-      mean = [jax.lax.pmean(layer, names) for layer in grads]
-    else:
-      mean, state = optimizer.update(grads, state, params)
-    moved = [x - (0.1 * y).astype(x.dtype) for x, y in zip(params, mean, strict=True)]
-    return moved, state
+      mean = [jax.lax.pmean(layer, names) for layer in mean]
+    elif not inside:
+      before = optimizer.init(params) if scanned else state
+      mean, after = optimizer.update(mean, before, params)
+      state = () if scanned else after
+    moved = lambda x, y: x - (0.1 * y).astype(x.dtype)
+    return jax.tree.map(moved, params, mean), state
 
-  state = jax.eval_shape(optimizer.init, layers)
-  whole, args = jax.P(), (layers, state, _struct(8 * BATCH))
-  return mapped(mesh, step, args, (whole, whole, jax.P(names)), (whole, whole))
+  whole, state = jax.P(), () if scanned else jax.eval_shape(optimizer.init, layers)
+  args, given = (layers, state, _struct(8 * BATCH)), (whole, whole, jax.P(names))
+  return mapped(mesh, step, args, given, (whole, whole))
 
 
 def _struct(*shape: int) -> jax.ShapeDtypeStruct:
@@ -142,39 +151,6 @@ def _layer(x: jax.Array, layer: jax.Array) -> tuple[jax.Array, None]:
 
 def _mean_square(x: jax.Array) -> jax.Array:
   return jnp.mean(jnp.square(x.astype(jnp.float32)))
-
-
-def _mesh(target: str, case: Case) -> tuple[Any, str | tuple[str, ...]]:
-  if case.exchange == "hierarchical":
-    return TARGETS[target].mesh({"slice": 2, "chip": 4}), ("slice", "chip")
-  return TARGETS[target].mesh(), "data"
-
-
-def _scanned(target: str, case: Case) -> tuple[Any, tuple[Any, ...]]:
-  """Returns a step of layers in a loop, each computed again in the backward pass."""
-  mesh, names = _mesh(target, case)
-  key = jax.random.key(0, impl="threefry2x32")
-  codec = codecs.QSGD(bits=4)
-  way: dict[str, Any] = {"axis_name": names, "exchange": case.exchange}
-  behind = gradcomp.compress(codec, feedback=None, message_bytes=None, **way)
-
-  def loss(layers: jax.Array, x: jax.Array) -> jax.Array:
-    if case.messages == INSIDE:
-      x, _ = parallel.scan(_layer, x, layers, codec=codec, key=key, **way)
-    else:
-      x, _ = jax.lax.scan(jax.checkpoint(_layer, prevent_cse=False), x, layers)
-    return _mean_square(x)
-
-  def step(layers: jax.Array, x: jax.Array) -> jax.Array:
-    if case.messages == INSIDE:
-      mean = jax.grad(loss)(layers, x)
-    else:
-      own = jax.lax.pcast(layers, names, to="varying")
-      mean, _ = behind.update(jax.grad(loss)(own, x), behind.init(layers))
-    return layers - (0.1 * mean).astype(layers.dtype)
-
-  args = _struct(SCANNED, WIDTH), _struct(8 * BATCH)
-  return mapped(mesh, step, args, (jax.P(), jax.P(names)), jax.P())
 
 
 def _sharded(mesh: Any, form: str) -> tuple[Any, tuple[Any, ...]]:
