@@ -102,34 +102,26 @@ def gradient(net: str, dataset: str, steps: int, size: int) -> np.ndarray:
   return np.stack(rows)[:, start : start + size]
 
 
-def library(codec: Any, size: int) -> tuple[float, Any]:
-  """Returns a codec's bits an element, and the mean of all workers as a function."""
+def ours(name: str, vectors: dict[str, np.ndarray], size: int) -> dict[str, Any]:
+  """Returns a codec's bits an element, and the errors of means of workers."""
+  codec = CODECS[name]
   way: Any = {"exchange": "all_gather", "feedback": None, "min_leaf_size": 0}
   tx = gradcomp.compress(codec, axis_name="data", **way)
   like = jax.ShapeDtypeStruct((size,), np.float32)
   # One of two workers sends its message once.
-  sent = gradcomp.explain(tx, like, workers=2).bytes_per_step
+  bits = 8 * float(gradcomp.explain(tx, like, workers=2).bytes_per_step) / size
   mean = lambda x: tx.update(x, tx.init(x))[0]
-  return 8 * float(sent) / size, jax.jit(jax.vmap(mean, axis_name="data"))
+  means = jax.jit(jax.vmap(mean, axis_name="data"))
+  of = lambda x: error(np.asarray(means(x)[0]), x)
+  errors = {source: [of(x[:n]) for n in WORKERS] for source, x in vectors.items()}
+  found = {"by": "gradcomp", "code": name, "bits": bits}
+  return found | {"unbiased": codec.unbiased, "errors": errors}
 
 
 def error(mean: np.ndarray, x: np.ndarray) -> float:
   """Returns the squared error of a mean of vectors over their mean squared norm."""
   wide = x.astype(np.float64)
   return float(np.sum((mean - wide.mean(0)) ** 2) / np.mean(np.sum(wide**2, 1)))
-
-
-def ours(name: str, vectors: dict[str, np.ndarray], size: int) -> dict[str, Any]:
-  bits, mean = library(CODECS[name], size)
-  of = lambda x: error(np.asarray(mean(x)[0]), x)
-  errors = {source: [of(x[:n]) for n in WORKERS] for source, x in vectors.items()}
-  found = {"by": "gradcomp", "code": name, "bits": bits}
-  return found | {"unbiased": CODECS[name].unbiased, "errors": errors}
-
-
-def lost(row: dict[str, Any]) -> float:
-  """Returns the bits that the bound does without, at a code's error of one message."""
-  return row["bits"] + math.log2(row["errors"]["Gaussian"][0]) / 2
 
 
 def plot(found: list[Any], path: pathlib.Path) -> None:
@@ -172,7 +164,8 @@ def main() -> None:
   for name in QUICK if options.quick else CODECS:
     found.append(row := ours(name, vectors, options.size))
     first = {source: errors[0] for source, errors in row["errors"].items()}
-    tables.show({row["code"]: {"bits": row["bits"], "lost": lost(row), **first}})
+    lost = row["bits"] + math.log2(first["Gaussian"]) / 2  # at the error of one message
+    tables.show({name: {"bits": row["bits"], "lost": lost, **first}})
   if options.output:
     if not options.quick:
       kept = json.loads(RECORD.read_text())["rows"]

@@ -108,18 +108,14 @@ def transformation(case: Case) -> Any:
   return gradcomp.compress(CODECS[case.codec], exchange=exchange, **way)
 
 
-def compiled(case: Case, shape: tuple[int, ...] = SHAPE) -> jax.stages.Compiled:
+def measure(case: Case, shape: tuple[int, ...] = SHAPE) -> Memory:
   own, whole = (
     [jax.ShapeDtypeStruct((count * shape[0], *shape[1:]), jnp.float32)] * case.leaves
     for count in (1, WORKERS)
   )
   given = transformation(case), own, whole, jax.P("data")
   step, args = shapes.exchange(jax.make_mesh((WORKERS,), ("data",)), *given)
-  return step.lower(*args).compile()
-
-
-def measure(case: Case, shape: tuple[int, ...] = SHAPE) -> Memory:
-  program = compiled(case, shape)
+  program = step.lower(*args).compile()
   results = lambda x: x.workers if x.kind == "all-gather" else 1
   sent = gradcomp.wire_report(program).collectives
   payloads = sum((1 + results(x)) * x.bytes_in for x in sent)

@@ -111,6 +111,9 @@ def step_cells(row: Row) -> list[str]:
     of = lambda part: f"{100 * row['cycles'].get(part, 0) / unit['cycles']:.0f}"
     parts = ", ".join(map(of, ("encode", "decode", "exchange")))
   sent, padded = row["sent"]["bytes"] or 1, row["sent"]["padded"]
+  ratio, wire = row["wire"].get("ratio"), "refused"
+  if "error" not in row["wire"]:
+    wire = f"{row['wire']['bytes']:,} bytes" if ratio is None else f"{ratio:.4f}"
   return [
     cycles,
     parts,
@@ -121,16 +124,9 @@ def step_cells(row: Row) -> list[str]:
     ", ".join(str(x or "?") for x in row["loops"]),
     ", ".join(f"{count} {name}" for name, count in row["collectives"].items()),
     f"{100 * (padded - sent) / sent:.0f}" if padded else "",
-    _wire(row["wire"]),
+    wire,
     f"{row['compile_seconds']:.0f}",
   ]
-
-
-def _wire(wire: Row) -> str:
-  if "error" in wire:
-    return "refused"
-  ratio = wire["ratio"]
-  return f"{wire['bytes']:,} bytes" if ratio is None else f"{ratio:.4f}"
 
 
 def overlap_cells(row: Row) -> list[str]:

@@ -74,14 +74,6 @@ _SETTINGS = "hosts round_trip every rounds steps width layers length batch".spli
 RATE = 1e-3
 
 
-def optimizer(method: str, every: int) -> optax.GradientTransformation:
-  adam = optax.adamw(RATE)
-  if method in EACH:
-    return optax.chain(EACH[method], adam)
-  outer, way = ALONE[method]
-  return gradcomp.local.local_steps(adam, outer, axis_name=AXIS, every=every, **way)
-
-
 def stepper(
   mesh: jax.sharding.Mesh, options: dict[str, Any]
 ) -> tuple[Callable[[], float], dict[str, int]]:
@@ -92,7 +84,13 @@ def stepper(
   task = Task(model, texts.in_order(found.test[: 2 * length], length), mesh)
   own = {"seed": 0, "part": options["rank"], "parts": mesh.size}
   batches = texts.batches(found.train, options["batch"] * mesh.size, length, **own)
-  tx = optimizer(options["method"], options["every"])
+  adam = optax.adamw(RATE)
+  if options["method"] in EACH:
+    tx = optax.chain(EACH[options["method"]], adam)
+  else:
+    outer, way = ALONE[options["method"]]
+    way = {"axis_name": AXIS, "every": options["every"]} | way
+    tx = gradcomp.local.local_steps(adam, outer, **way)
   program, wire = compile_step(task, tx, next(batches))
   params = task.init_params(0)
   held = [params, init_state(task, tx, params)]
