@@ -63,13 +63,8 @@ QUICK = "plain mean"
 
 def layer(width: int, inner: int, kv: int, *depth: int) -> dict[str, Any]:
   """Returns the shapes of a layer's leaves; with a depth those of a stack of layers."""
-  shapes = {
-    "q o": (width, width),
-    "k v": (width, kv),
-    "gate up": (width, inner),
-    "down": (inner, width),
-    "norm1 norm2": (width,),
-  }
+  shapes = {"q o": (width, width), "k v": (width, kv), "gate up": (width, inner)}
+  shapes |= {"down": (inner, width), "norm1 norm2": (width,)}
   like = lambda x: jax.ShapeDtypeStruct((*depth, *x), jnp.float32)
   return {name: like(x) for names, x in shapes.items() for name in names.split()}
 
@@ -174,8 +169,7 @@ def main() -> None:
   models = {name: MODELS[name] for name in options.models}
   models |= {"100 leaves": lambda: apart(10)} if options.quick else {}
   quiet.keep(unless=options.quick)
-  found = {}
-  every = options.methods == [*METHODS]
+  found, every = {}, options.methods == [*METHODS]
   for model, make in models.items():
     for method in AT_300 if every and model == "300 leaves" else options.methods:
       row = measure(method, make(), compiled=model not in TRACED)

@@ -87,15 +87,11 @@ def codec_rows(name: str, codec: codecs.Codec, size: int, repeats: int) -> Row:
   decode = jax.jit(lambda p: codec.decode(p, like=x)).lower(payload).compile()
   share = payload.rows.shape[0] // _WORKERS
   received = jnp.stack([payload.rows[:share]] * _WORKERS)
-  agreed = payload.agreed
-  first = jax.tree.map(lambda x: x[:share], agreed)
+  first = jax.tree.map(lambda x: x[:share], payload.agreed)
   add = jax.jit(lambda rows: mean(codec.sums, rows, first)).lower(received).compile()
-  calls = {
-    "encode": lambda: encode(x, key),
-    "decode": lambda: decode(payload),
-    "decode and sum, a worker": lambda: add(received),
-  }
-  given = lambda key: context(key)._replace(agreed=agreed)
+  calls = {"encode": lambda: encode(x, key), "decode": lambda: decode(payload)}
+  calls["decode and sum, a worker"] = lambda: add(received)
+  given = lambda key: context(key)._replace(agreed=payload.agreed)
   both = jax.jit(lambda x, key: codec.encode_leaf(x, given(key), keep=True))
   if jax.eval_shape(both, x, key).unsent is not None:
     both = both.lower(x, key).compile()
@@ -111,8 +107,7 @@ def matrices_rows(size: int, repeats: int) -> Row:
   """Times 8 matrices beside a flat leaf: their message, and their exchange."""
   flat = jax.random.normal(jax.random.key(0), (size,))
   trees = {"flat": [flat], "matrices": list(flat.reshape(8, 1024, -1))}
-  calls: dict[str, Any] = timing.copies(size)
-  tx = gradcomp.qsgd(bits=4, axis_name="data")
+  calls, tx = timing.copies(size), gradcomp.qsgd(bits=4, axis_name="data")
   for name, tree in trees.items():
     steps = _message(tree)[0] | {"exchange": _exchange(tx, tree)}
     calls |= {f"{step}, {name}": call for step, call in steps.items()}
@@ -152,12 +147,8 @@ def sparse_rows(name: str, codec: codecs.TopK, size: int, repeats: int) -> Row:
   if not (pack(x, at) == rows[0]).all():
     raise RuntimeError(f"{name}: its parts do not make what it encodes")
   received = jnp.stack([rows] * _WORKERS)
-  calls = {
-    "select": lambda: select(x),
-    "pack": lambda: pack(x, at),
-    "encode": lambda: encode(x),
-    "unpack": lambda: unpack(received),
-  }
+  calls = {"select": lambda: select(x), "pack": lambda: pack(x, at)}
+  calls |= {"encode": lambda: encode(x), "unpack": lambda: unpack(received)}
   return _report(calls, repeats, f"{name}, {size:,}", size, encode, rows.nbytes)
 
 

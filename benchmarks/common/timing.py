@@ -33,13 +33,10 @@ def copies(size: int) -> dict[str, Callable[[], Any]]:
   ``MALLOC_TRIM_THRESHOLD_=17179869184`` keep the pages.
   """
   source = np.ones(size, np.float32)
-  target = np.empty_like(source)
-  device_source = jnp.asarray(source)
-  new = jax.jit(jnp.copy).lower(device_source).compile()
-  return {
-    "copy": lambda: np.copyto(target, source),
-    "copy to new": lambda: new(device_source),
-  }
+  target, on_device = np.empty_like(source), jnp.asarray(source)
+  new = jax.jit(jnp.copy).lower(on_device).compile()
+  in_use = lambda: np.copyto(target, source)
+  return {"copy": in_use, "copy to new": lambda: new(on_device)}
 
 
 def machine() -> dict[str, Any]:

@@ -156,14 +156,10 @@ def _mean_square(x: jax.Array) -> jax.Array:
 def _sharded(mesh: Any, form: str) -> tuple[Any, tuple[Any, ...]]:
   """Returns a step of layers in a loop, of which each worker owns an eighth."""
   names: tuple[str, ...] = tuple(mesh.axis_names)
-  way: dict[str, Any] = {
-    "axis_name": names,
-    "params": None if form == OWNERS else codecs.EightBit(bucket_size=128),
-    "codec": codecs.QSGD(bits=4),
-    "axis": 0,
-    "key": jax.random.key(0, impl="threefry2x32"),
-    "backward_axis_name": "chip" if form == INNER else None,
-  }
+  params = None if form == OWNERS else codecs.EightBit(bucket_size=128)
+  way: Any = {"axis_name": names, "axis": 0, "params": params}
+  way |= {"codec": codecs.QSGD(bits=4), "key": jax.random.key(0, impl="threefry2x32")}
+  way["backward_axis_name"] = "chip" if form == INNER else None
 
   def step(shards: jax.Array, layers: jax.Array, x: jax.Array) -> jax.Array:
     whole = layers if form == OWNERS else None

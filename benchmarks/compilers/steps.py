@@ -113,7 +113,7 @@ def _behind(recipe: Any, **options: Any) -> Method:
 
 
 _INNER, _OUTER = optax.sgd(0.1, momentum=0.9), optax.sgd(0.7, 0.9, nesterov=True)
-_LOCAL: dict[str, Any] = {"every": 4, "codec": FOUR}
+_made = lambda make, *of, **way: Method(lambda axes: make(*of, axis_name=axes, **way))
 _FITTED: dict[str, Any] = {"bucket_size": 128, "levels": "nonuniform"}
 _SHARED: dict[str, Any] = {"bucket_size": None, "share_scale": True}
 _BETWEEN = {"exchange": "hierarchical"}
@@ -140,12 +140,8 @@ METHODS: dict[str, Method] = {
   **{x: _behind(getattr(gradcomp, x), density=0.01) for x in _SPARSE},
   "powersgd": _behind(gradcomp.powersgd, rank=4),
   "policy": _behind(gradcomp.policy, rules=[("attend", QSGD(bits=8)), ("", FOUR)]),
-  "zero": Method(
-    lambda axes: parallel.zero(_INNER, axis_name=axes, grads=FOUR, params=FOUR)
-  ),
-  "local_steps": Method(
-    lambda axes: local.local_steps(_INNER, _OUTER, axis_name=axes, **_LOCAL)
-  ),
+  "zero": _made(parallel.zero, _INNER, grads=FOUR, params=FOUR),
+  "local_steps": _made(local.local_steps, _INNER, _OUTER, every=4, codec=FOUR),
   "gather, float32": Method(lambda axes: optax.sgd(0.1), sharded=True),
   "gather": Method(lambda axes: optax.sgd(0.1), sharded=True),
 }
