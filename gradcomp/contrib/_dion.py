@@ -170,10 +170,7 @@ class _Factors(factors.Factors):
   matrix: tuple[int, int, int] | None = None  # the stack, m and n, once bound
 
   papers: ClassVar[tuple[str, ...]] = ("ahn2025dion",)
-
-  @property
-  def inner(self) -> Dense:
-    return Dense()
+  inner: ClassVar[Dense] = Dense()
 
   @property
   def sides(self) -> tuple[tuple[int, ...], ...]:

@@ -45,18 +45,18 @@ def _cells(count: int, split: float) -> np.ndarray:
 
 
 @functools.cache
-def _table(dtype: DataType) -> tuple[float, ...]:
-  """Returns the values of 128 magnitudes, as ``float32``; unused ones are zero."""
-  numbers = levels(dtype).astype(np.float32)
-  return tuple(np.pad(numbers, (0, 128 - numbers.size)).tolist())
-
-
-@functools.cache
-def _lines(dtype: DataType) -> tuple[eight_bit.Line, ...]:
-  numbers = levels(dtype)
-  if dtype == "dynamic_map":
-    numbers = np.append(numbers, 1.0)
-  return tuple(eight_bit.lines_between(numbers))
+def _form(dtype: DataType, words: int, nearest: bool) -> eight_bit.Form:
+  numbers, has_one = levels(dtype), dtype == "dynamic_map"
+  table, top = np.pad(numbers, (0, 128 - numbers.size)), numbers.size - 1
+  lines = eight_bit.lines_between(np.append(numbers, 1.0) if has_one else numbers)
+  return eight_bit.Form(
+    bucket_size=words,
+    lines=tuple(lines),
+    table=tuple(table.astype(np.float32).tolist()),
+    last=float(has_one),
+    tops=(top + has_one, top),
+    up=1.0 if nearest else 1 / numbers[-1],
+  )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,6 +129,7 @@ class EightBit(quantizing.Elementwise):
 
   operation = quantize
   papers: ClassVar[tuple[str, ...]] = ("dettmers2016approximations",)
+  contraction: ClassVar[float] = contractions.of_energy(0.05)
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -144,22 +145,9 @@ class EightBit(quantizing.Elementwise):
     return super().unbiased and self.exponent_offset is None
 
   @property
-  def contraction(self) -> float:
-    return contractions.of_energy(0.05)
-
-  @property
   def form(self) -> eight_bit.Form:
-    top = levels(self.dtype).size - 1
-    nearest = self.rounding == "nearest"
-    has_one = self.dtype == "dynamic_map"
-    return eight_bit.Form(
-      bucket_size=quantizing.bucket_words(self.bucket_size),
-      lines=_lines(self.dtype),
-      table=_table(self.dtype),
-      last=float(has_one),
-      tops=(top + has_one, top),
-      up=1.0 if nearest else 1 / levels(self.dtype)[-1],
-    )
+    words = quantizing.bucket_words(self.bucket_size)
+    return _form(self.dtype, words, self.rounding == "nearest")
 
   def scales_for(self, x: Array) -> Array | None:
     """Returns the value of a level of 1; None where the encoder finds the scales."""

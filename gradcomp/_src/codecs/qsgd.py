@@ -115,7 +115,7 @@ class QSGD(quantizing.Levels, quantizing.SharedScales):
     super().__post_init__()
     bits, norm, levels, rotate = self.bits, self.norm, self.levels, self.rotate
     uneven, clipped = levels == "nonuniform", norm == "rms"
-    whole, eights = self.bucket_size is None, bits in (1, 2, 4)
+    eights, few = bits in (1, 2, 4), bits in (2, 3, 4)
     refused: dict[str, Any] = {
       '`bits` must be at least 2 with levels="sign_magnitude", as one bit is the sign, '
       'got 1; use levels="uniform".': (bits, levels) == (1, "sign_magnitude"),
@@ -124,8 +124,7 @@ class QSGD(quantizing.Levels, quantizing.SharedScales):
       f'`rotate` must be None with levels="nonuniform", got {rotate}; rotated elements '
       'are nearly Gaussian: use norm="rms" for them.': rotate and uneven,
       f'`bits` must be 2, 3 or 4 with levels="nonuniform", got {bits}; with more '
-      'levels use levels="uniform", which is as good.': uneven
-      and bits not in (2, 3, 4),
+      'levels use levels="uniform", which is as good.': uneven and not few,
       f'`norm` must be "max" with levels="nonuniform", got {norm!r}.': uneven
       and norm != "max",
       '`share_scale` must be False with levels="nonuniform", got True; codes of fitted '
@@ -135,7 +134,7 @@ class QSGD(quantizing.Levels, quantizing.SharedScales):
       f'`bits` must be 1 to 4 with norm="rms", got {bits}; more levels need no '
       'clipping: use norm="max".': clipped and bits > 4,
       '`bucket_size` must be a number with norm="rms", got None; one scale would clip '
-      "the large parts of a tensor in every step.": clipped and whole,
+      "the large parts of a tensor in every step.": clipped and not self.bucket_size,
     }
     for reason, holds in refused.items():
       if holds:

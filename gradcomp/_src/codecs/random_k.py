@@ -15,8 +15,6 @@ from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.sums.tiles import Chosen
 from gradcomp._src.kernels.common.threefry import threefry2x32
 
-_KEY_WORDS = 2
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomK(sparse.SparseRows):
@@ -59,7 +57,7 @@ class RandomK(sparse.SparseRows):
 
   papers: ClassVar[tuple[str, ...]] = ("stich2018memory",)
   needs_key: ClassVar[bool] = True
-  header_words: ClassVar[int] = _KEY_WORDS
+  header_words: ClassVar[int] = 2  # of the key
 
   @property
   def contraction(self) -> float:
@@ -71,7 +69,7 @@ class RandomK(sparse.SparseRows):
 
   @property
   def row_words(self) -> int:
-    return _KEY_WORDS + self.slots
+    return self.header_words + self.slots
 
   @property
   def slots(self) -> int:
@@ -111,8 +109,8 @@ class RandomK(sparse.SparseRows):
     return jnp.stack(threefry2x32(key, (number, number)), axis=1)
 
   def entries(self, rows: Array) -> tuple[Array, Array]:
-    values = jax.lax.bitcast_convert_type(rows[..., _KEY_WORDS:], jnp.float32)
-    return self._positions(rows[..., :_KEY_WORDS]), values
+    keys, words = rows[..., : self.header_words], rows[..., self.header_words :]
+    return self._positions(keys), jax.lax.bitcast_convert_type(words, jnp.float32)
 
   def _positions(self, keys: Array) -> Array:
     """Draws positions, ``int32[..., slots]``, from keys, ``uint32[..., 2]``."""

@@ -98,9 +98,8 @@ class Numbers(Sum):
     lost = partial.lost
     if lost is not None and not self._rounds:  # a rounded sum encodes exactly
       lost = lost + (partial.total - self.codec.decode_rows(rows))
-    riders: tuple[Array, ...] = ()
-    if partial.compensation is not None:
-      riders = (self.codec.encode_sums(partial.compensation),)
+    compensation = () if partial.compensation is None else (partial.compensation,)
+    riders = tuple(map(self.codec.encode_sums, compensation))
     return Sent(rows, riders, lost, scale=partial.scale)
 
   def read(self, own: Array) -> Array:
