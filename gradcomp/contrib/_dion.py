@@ -23,8 +23,6 @@ from gradcomp._src.mesh import axes, shard_maps
 from gradcomp._src.optimizers.moments import require_agreement, with_decay
 from gradcomp._src.transforms import factors
 
-__all__ = ["dion"]
-
 
 def dion(  # noqa: PLR0913 - options of users, by keyword
   learning_rate: optax.ScalarOrSchedule,

@@ -16,14 +16,8 @@ from gradcomp._src import checks
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import Context
 from gradcomp._src.codecs.sums.tiles import in_order
-from gradcomp._src.kernels.common import planes
-from gradcomp._src.kernels.common.fixed_point import (
-  divide,
-  held,
-  inverse,
-  sign_bit,
-  signed,
-)
+from gradcomp._src.kernels.common import fixed_point, planes
+from gradcomp._src.kernels.common.fixed_point import divide, held, inverse, sign_bit
 from gradcomp._src.kernels.common.scales import norms, sum_by_halves
 from gradcomp._src.kernels.common.threefry import threefry2x32
 from gradcomp._src.kernels.materialize import LARGE
@@ -192,7 +186,7 @@ class Eden(Codec):
     back = 2.0 ** (_SPARE + self._halvings - self.rotations * self._stages)
     levels = normal_levels(self.bits) * np.float32(back)
     level = _read(codes & np.uint32(len(levels) - 1), levels)
-    turned = _hadamard(signed(level, sign_bit(codes << (32 - self.bits))))
+    turned = _hadamard(fixed_point.signed(level, sign_bit(codes << (32 - self.bits))))
     for turn in range(self.rotations - 1, 0, -1):
       turned = _hadamard(_with_signs(turned, seeds, turn))
     # Signs come last, so that no compiler contracts the product with a later sum.
@@ -231,11 +225,9 @@ def _near_one(x: Array, halvings: int) -> tuple[Array, Array]:
 
 def _with_signs(x: Array, seeds: Array, turn: int) -> Array:
   """Changes signs of elements at random, by each row's seed and the turn's number."""
-  each = x.shape[1] // 32
-  columns = jax.lax.broadcasted_iota(jnp.uint32, (1, each), 1)
-  words, _ = threefry2x32(
-    (seeds[:, None], jnp.uint32(turn)), (columns, jnp.uint32(0)), _ROUNDS
-  )
+  columns = jax.lax.broadcasted_iota(jnp.uint32, (1, x.shape[1] // 32), 1)
+  key, number = (seeds[:, None], jnp.uint32(turn)), (columns, jnp.uint32(0))
+  words, _ = threefry2x32(key, number, _ROUNDS)
   plane = jax.lax.broadcasted_iota(jnp.uint32, (1, 32, 1), 1)
   signs = (words[:, None] >> plane) << 31
   bits = jax.lax.bitcast_convert_type(x, jnp.uint32) ^ signs.reshape(x.shape)

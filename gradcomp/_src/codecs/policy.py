@@ -1,6 +1,7 @@
 """Policy: chooses a codec for each leaf by the leaf's path."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Sequence
 from typing import Any, cast
@@ -144,12 +145,9 @@ def stateless(
   )
 
 
-# Large enough that no codec leaves it dense.
-_PROBE = Leaf((1024, 1024))
-
-
 def _remembers(codec: protocol.LeafCodec) -> bool:
   """Returns True if a codec keeps a state from step to step."""
   key = jax.ShapeDtypeStruct((2,), np.uint32)
-  bound = codec.bind(_PROBE)
-  return bool(jax.tree.leaves(jax.eval_shape(lambda key: bound.init(_PROBE, key), key)))
+  leaf = Leaf((1024, 1024))  # large enough that no codec leaves it dense
+  init = functools.partial(codec.bind(leaf).init, leaf)
+  return bool(jax.tree.leaves(jax.eval_shape(init, key)))

@@ -194,9 +194,6 @@ class TopK(sparse.SparseRows):
     return sparse.encode_rows(self._row, self._select, matrices, given).words
 
   def entries(self, rows: Array) -> tuple[Array, Array]:
-    if not rows.size:
-      empty = jnp.zeros((*rows.shape[:-1], self.slots), jnp.float32)
-      return empty.astype(jnp.int32), empty
     flat = jax.vmap(self._row.decode)(rows.reshape(-1, self.row_words))
     positions, values = (x.reshape(*rows.shape[:-1], self.slots) for x in flat)
     return positions, values

@@ -12,12 +12,6 @@ from gradcomp._src.mesh import place, types
 from gradcomp._src.mesh.closures import arrays_of
 from gradcomp._src.mesh.study import STUDY, Study
 
-_LEFT_OUT = (
-  "If the error above is about an array that is unreduced: it may be the gradient of a "
-  "leaf that optax.partition or optax.masked leaves out of every exchange. Let one see "
-  "it, or freeze it by optax.set_to_zero."
-)
-
 
 def allow_frozen(
   optimizer: optax.GradientTransformation,
@@ -68,7 +62,11 @@ def allow_frozen(
       return call(jax.tree.unflatten(treedef, given))
     except Exception as error:
       if "reduced" in str(error):
-        error.add_note(_LEFT_OUT)
+        error.add_note(
+          "If the error above is about an array that is unreduced: it may be the "
+          "gradient of a leaf that optax.partition or optax.masked leaves out of every "
+          "exchange. Let one see it, or freeze it by optax.set_to_zero."
+        )
       raise
 
   return any_tree(optimizer.init, on_worker, {"axis_name": ..., "whole": True})

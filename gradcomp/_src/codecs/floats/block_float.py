@@ -17,16 +17,9 @@ from gradcomp._src.kernels.gpu import dispatch
 
 BlockSize = Literal[16, 32]
 
-# The types of codes and of numbers that matrix units take, by elements and scales.
-_UNITS = {
-  "e4m3": (jnp.uint8, jnp.float8_e4m3fn),
-  "e5m2": (jnp.uint8, jnp.float8_e5m2),
-  "e2m1": (jnp.uint4, jnp.float4_e2m1fn),
-}
-_SCALES = {
-  "e8m0": (jnp.uint8, jnp.float8_e8m0fnu),
-  "e4m3": (jnp.uint8, jnp.float8_e4m3fn),
-}
+# The types of numbers that matrix units take, by elements and scales.
+_UNITS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2, "e2m1": jnp.float4_e2m1fn}
+_SCALES = {"e8m0": jnp.float8_e8m0fnu, "e4m3": jnp.float8_e4m3fn}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,8 +177,10 @@ class BlockFloat(quantizing.Elementwise):
     blocks = *like.shape[:-1], like.shape[-1] // self.block_size
     scales = scales.reshape(-1)[: like.size // self.block_size].reshape(blocks)
     factor = jnp.float32(1) if shared is None else shared.reshape(-1)[0]
-    of = lambda x, types: bitcast_convert_type(x.astype(types[0]), types[1])
-    return of(codes, _UNITS[self.element]), of(scales, _SCALES[self.scale]), factor
+    unsigned = jnp.uint4 if self.element == "e2m1" else jnp.uint8
+    numbers = bitcast_convert_type(codes.astype(unsigned), _UNITS[self.element])
+    scales = bitcast_convert_type(scales.astype(jnp.uint8), _SCALES[self.scale])
+    return numbers, scales, factor
 
   @property
   def form(self) -> reference.Form:

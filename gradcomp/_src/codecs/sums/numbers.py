@@ -25,10 +25,6 @@ from gradcomp._src.kernels.common.fixed_point import scaled
 from gradcomp._src.kernels.common.float_formats import FloatFormat
 from gradcomp._src.kernels.materialize import materialized, packed, slice_at, starts
 
-# An addition that rounds takes 60 operations. So fewer of them are written out, which
-# bounds the compile time.
-_UNROLLED = 4
-
 _FACTS = SumFacts(
   in_format=True,
   refusals={
@@ -144,7 +140,9 @@ class Numbers(Sum):
       # Workers keep different losses, and a loop needs that in their type at the start.
       lost = jnp.where(own == 0, lost, lost)
     arrays = (first.total, first.compensation, lost)
-    unrolled = _UNROLLED if self._rounds else UNROLLED
+    # An addition that rounds takes 60 operations. So fewer of them are written out,
+    # which bounds the compile time.
+    unrolled = 4 if self._rounds else UNROLLED
     return Partial(*in_order(step, rows.shape[0], arrays, unrolled))
 
   def _decoder(
