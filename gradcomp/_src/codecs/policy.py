@@ -11,6 +11,7 @@ import numpy as np
 
 from gradcomp._src.codecs import protocol
 from gradcomp._src.codecs.dense import Dense
+from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.codecs.sums.sum import SumFacts, joined
 
@@ -89,7 +90,7 @@ class Policy:
   def facts(self) -> SumFacts:
     return joined([codec.facts.naming(codec) for codec in self.codecs])
 
-  def bind(self, leaf: Leaf) -> protocol.Codec:
+  def bind(self, leaf: Leaf) -> Codec:
     """Returns the codec of a leaf, bound to it."""
     return self._match(leaf)[1].bind(leaf)
 
@@ -113,9 +114,7 @@ class Policy:
     return next(matching, ("", Dense()))
 
 
-def stateless(
-  name: str, codec: Any, *, corrected: bool | None = None
-) -> protocol.Codec:
+def stateless(name: str, codec: Any, *, corrected: bool | None = None) -> Codec:
   """Returns the codec, if one payload can represent the whole array; else an error."""
   # `name` is the argument it was given for. `corrected` says whether a residual holds
   # what the payload lacks; None where there can be none.
@@ -137,7 +136,7 @@ def stateless(
   else:
     if corrected:
       protocol.require_contraction(name, codec, "`residual=None`")
-    return cast(protocol.Codec, codec)
+    return cast(Codec, codec)
   raise ValueError(
     f"`{name}` must {rule}, got {codec}; choose EightBit, QSGD, FloatCast, Natural, "
     "Ternary or Dense. Gradients of weights go through gradcomp.compress, which has "

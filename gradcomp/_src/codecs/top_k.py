@@ -180,8 +180,7 @@ class TopK(sparse.SparseRows):
   ) -> list[Encoded]:
     matrices = [protocol.to_tiles(leaf, self) for leaf in leaves]
     given = [self._given(context) for context in contexts]
-    select = self._select
-    every = sparse.encode_leaves(self._row, select, leaves, matrices, given)
+    every = sparse.encode_leaves(self._row, self._select, leaves, matrices, given)
     for i, old in enumerate(given if self.selection == "sampled" else ()):
       if old is not None:
         own = every[i].own
