@@ -48,10 +48,7 @@ def put_on_mesh(state: Any, mesh: Mesh, specs: Any) -> Any:
     try:
       sharding = NamedSharding(mesh, spec)
       sharding.shard_shape(np.shape(x))
-    except (
-      ValueError,
-      IndexError,
-    ):  # the latter where it cuts more axes than there are
+    except (ValueError, IndexError):  # of an axis that the array does not have
       raise ValueError(
         f"`specs{keystr(path)}` must cut an array of shape {np.shape(x)} into equal "
         f"parts on the axes of the mesh, {dict(mesh.shape)}, got {spec}; take "
