@@ -53,11 +53,7 @@ class Row(NamedTuple):
   name: str
   measured: float
   predicted: float
-
-  @property
-  def error(self) -> float:
-    """The relative error of the prediction."""
-    return self.predicted / self.measured - 1
+  error: float  # of the prediction, relative
 
 
 def read_runs(path: pathlib.Path) -> list[Run]:
@@ -139,8 +135,9 @@ def compare(runs: Sequence[Run], speeds: Mapping[str, CodecSpeed]) -> list[Row]:
         continue
       explanation = _explained(codec, way, run["hosts"], run["leaves"], run["mib"])
       cost = exchange_seconds(explanation, cluster, speeds[of].times(run["hosts"]))
-      measured = row["median_seconds"]
-      rows.append(Row(run["hosts"], run["rate"], name, measured, cost.total))
+      measured, total = row["median_seconds"], cost.total
+      of_row = run["hosts"], run["rate"], name
+      rows.append(Row(*of_row, measured, total, total / measured - 1))
   return rows
 
 
@@ -156,16 +153,6 @@ def _explained(
   return gradcomp.explain(CASES[codec].transformation(way), like, workers=hosts)
 
 
-def show(rows: Sequence[Row]) -> None:
-  tables.show({i: x._asdict() | {"error": x.error} for i, x in enumerate(rows)})
-  errors = sorted(abs(row.error) for row in rows)
-  far = sum(error > 0.2 for error in errors)
-  print(
-    f"{len(rows)} rows: median error {statistics.median(errors):.1%}, largest "
-    f"{errors[-1]:.1%}, {far} above 20 %"
-  )
-
-
 def main() -> None:
   parser = cli.parser(
     __doc__, quick="the first run of the file alone", output="JSON file to write"
@@ -177,8 +164,14 @@ def main() -> None:
   runs = runs[:1] if options.quick else runs
   speeds = read_speeds([json.loads(path.read_text()) for path in options.speeds])
   rows = compare(runs, speeds)
-  show(rows)
-  cli.write_json(options.output, [x._asdict() | {"error": x.error} for x in rows])
+  tables.show({i: x._asdict() for i, x in enumerate(rows)})
+  errors = sorted(abs(row.error) for row in rows)
+  far = sum(error > 0.2 for error in errors)
+  print(
+    f"{len(rows)} rows: median error {statistics.median(errors):.1%}, largest "
+    f"{errors[-1]:.1%}, {far} above 20 %"
+  )
+  cli.write_json(options.output, [x._asdict() for x in rows])
 
 
 if __name__ == "__main__":

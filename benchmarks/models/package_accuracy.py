@@ -14,7 +14,6 @@ import csv
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from benchmarks.common import cli
 from benchmarks.study import records
@@ -41,19 +40,15 @@ NAMES: dict[str, tuple[str, ...]] = {
 }
 
 
-class Training(NamedTuple):
-  """The record of a codec, by its name there."""
-
-  codec: str
-  record: Record
-  ended: bool  # whether it saw all of its data
+# The name of a codec there, its record, and whether it saw all of its data.
+Training = tuple[str, Record, bool]
 
 
 def training(
   codec: str, task: str, optimizer: str, workers: int, found: Spread, ended: bool = True
 ) -> Training:
   numbers = found.count, round(found.mean, 2), round(found.half, 2)
-  return Training(codec, Record(task, optimizer, workers, *numbers), ended)
+  return codec, Record(task, optimizer, workers, *numbers), ended
 
 
 def of_study(study: Study) -> Iterator[Training]:
@@ -92,9 +87,12 @@ def of_digits() -> Iterator[Training]:
 def accuracies(study: Study) -> dict[str, list[Record]]:
   """Returns the records of each candidate; none if no training went to its end."""
   every = [*of_study(study), *of_digits()]
-  own = {name: [x for x in every if x.codec in NAMES[name]] for name in NAMES}
-  some = lambda found: found if any(x.ended for x in found) else ()
-  return {name: [x.record for x in some(found)] for name, found in own.items()}
+  made = {}
+  for name, codecs in NAMES.items():
+    own = [(record, ended) for codec, record, ended in every if codec in codecs]
+    some = any(ended for _, ended in own)
+    made[name] = [record for record, _ in own] if some else []
+  return made
 
 
 def written(found: Mapping[str, Sequence[Record]]) -> str:

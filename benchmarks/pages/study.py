@@ -50,34 +50,26 @@ def linked():
   return found._replace(cells=[x for x in found.cells if x.setting.link])
 
 
-def judged():
-  """All findings with their verdicts, by the records of the evidence queue, too."""
-  return [(finding, shortened(x)) for finding, x in report.judge(linked())]
-
-
 def short(text):
   """Returns a text without what nearly all runs have."""
   usual = r" on fashion-mnist/14|, N = 8, batch 128, 2 epochs|, batch 128| \(5 seeds\)"
   return re.sub(usual, "", text)
 
 
-def shortened(verdict):
-  """Returns a verdict whose numbers and labels are short."""
-  drawn = ((word, bar._replace(label=short(bar.label))) for word, bar in verdict.drawn)
-  numbers = tuple(map(short, verdict.numbers))
-  return verdict._replace(numbers=numbers, drawn=tuple(drawn))
+def judged():
+  """All findings with short verdicts, by the records of the evidence queue, too."""
+  found = []
+  for finding, x in report.judge(linked()):
+    drawn = ((word, bar._replace(label=short(bar.label))) for word, bar in x.drawn)
+    numbers = tuple(map(short, x.numbers))
+    found.append((finding, x._replace(numbers=numbers, drawn=tuple(drawn))))
+  return found
 
 
 def by_page(findings):
   """Returns the findings of each page."""
   page = lambda finding: "ours" if finding.ours else finding.paper.split()[0].lower()
   return {x: [y for y in findings if page(y[0]) == x] for x in PAPERS}
-
-
-def anchor(claim):
-  """Returns the address of a claim's section, as GitHub makes it of a heading."""
-  kept = re.sub(r"[^\w\- ]", "", claim.removesuffix(".").lower())
-  return kept.replace(" ", "-")
 
 
 def claims_pages(findings):
@@ -97,7 +89,7 @@ def trainings():
   named = {
     x.name: table(*accuracy.ends(x))
     for x in found.groups
-    if x.name_for_any_workers not in sweeps and x.name != HEADLINE
+    if x.named("") not in sweeps and x.name != HEADLINE
   }
   named |= {x: table(*accuracy.ends_by_workers(y)) for x, y in sweeps.items()}
   return "\n\n".join(f"### {name}\n\n{lines}" for name, lines in named.items())
@@ -185,7 +177,10 @@ def tables(found, findings):
   for name, own in papers.items():
     rows = []
     for x, y in own:
-      link = f"[{x.claim.removesuffix('.')}](claims/{name}.md#{anchor(x.claim)})"
+      claim = x.claim.removesuffix(".")
+      # The address of its section, as GitHub makes it of a heading.
+      anchor = re.sub(r"[^\w\- ]", "", claim.lower()).replace(" ", "-")
+      link = f"[{claim}](claims/{name}.md#{anchor})"
       rows.append([link, x.said, "" if x.ours else x.place, y.verdict])
     header = ["claim", "it says", "its setting?", "verdict"]
     yield f"## {PAPERS[name][0]}", table(header, rows)

@@ -64,14 +64,9 @@ class Group(NamedTuple):
   @property
   def name(self) -> str:
     """Says what the trainings are of, with all that is not the usual."""
-    return self._named(f"N = {self.setting.workers}")
+    return self.named(f"N = {self.setting.workers}")
 
-  @property
-  def name_for_any_workers(self) -> str:
-    """Says the same without the number of workers."""
-    return self._named("")
-
-  def _named(self, workers: str) -> str:
+  def named(self, workers: str) -> str:
     x = self.setting
     usual = _RATES.get(x.network, 0.05) if x.optimizer == "sgd" else 1e-3
     parts = [

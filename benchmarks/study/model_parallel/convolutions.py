@@ -49,10 +49,16 @@ def patches(x: jax.Array, size: int) -> jax.Array:
   return jnp.concatenate(shifted, axis=-1)
 
 
-def drawn(key: jax.Array, *shape: int) -> dict[str, jax.Array]:
-  """Draws weights ``[..., inputs, outputs]`` of the variance 2 / inputs, and biases."""
-  w = jax.random.normal(key, shape) * (2 / shape[-2]) ** 0.5
-  return {"w": w, "b": jnp.zeros((*shape[:-2], shape[-1]))}
+def drawn(key: jax.Array, *shapes: tuple[int, ...]) -> list[dict[str, jax.Array]]:
+  """Draws layers: weights ``[..., inputs, outputs]`` of variance 2 / inputs; biases."""
+  keys = jax.random.split(key, len(shapes))
+  return [
+    {
+      "w": jax.random.normal(own, shape) * (2 / shape[-2]) ** 0.5,
+      "b": jnp.zeros((*shape[:-2], shape[-1])),
+    }
+    for own, shape in zip(keys, shapes, strict=True)
+  ]
 
 
 def convolved(layer: dict[str, jax.Array], x: jax.Array, size: int) -> jax.Array:
@@ -92,20 +98,16 @@ def locally_connected(filters: int, side: int = 8) -> Net:
   places = -(-side // 2)
 
   def init_front(key: jax.Array) -> Any:
-    first, second = jax.random.split(key)
-    return drawn(first, 25, filters), drawn(second, 9 * filters, filters)
+    return tuple(drawn(key, (25, filters), (9 * filters, filters)))
 
   def features(front: Any, images: jax.Array) -> jax.Array:
     x = normalized(pooled(convolved(front[0], images, 5), 3, 2))
     return normalized(pooled(convolved(front[1], x, 3), 3, 1))
 
   def init_layers(key: jax.Array, classes: int) -> Any:
-    first, second, third = jax.random.split(key, 3)
-    return [
-      drawn(first, places, places, 9 * filters, filters),
-      drawn(second, places, places, 9 * filters, filters // 2),
-      drawn(third, places**2 * (filters // 2), cut_layers.padded(classes, WORKERS)),
-    ]
+    each, outputs = (places, places, 9 * filters), cut_layers.padded(classes, WORKERS)
+    last = places**2 * (filters // 2), outputs
+    return drawn(key, (*each, filters), (*each, filters // 2), last)
 
   def apply(layers: Any, x: jax.Array, gather: Gather, drop: Any) -> jax.Array:
     del drop
@@ -127,8 +129,7 @@ def three_dense(filters: int, hidden: int, side: int = 8, updates: int = 1) -> N
   places = -(-side // 4)  # as two pools that round up leave
 
   def init_front(key: jax.Array) -> Any:
-    first, second = jax.random.split(key)
-    return drawn(first, 9, filters), drawn(second, 9 * filters, 2 * filters)
+    return tuple(drawn(key, (9, filters), (9 * filters, 2 * filters)))
 
   def features(front: Any, images: jax.Array) -> jax.Array:
     x = images
@@ -138,9 +139,8 @@ def three_dense(filters: int, hidden: int, side: int = 8, updates: int = 1) -> N
 
   def init_layers(key: jax.Array, classes: int) -> Any:
     outputs = cut_layers.padded(classes, WORKERS)
-    sizes = itertools.pairwise((places**2 * 2 * filters, hidden, hidden, outputs))
-    keys = jax.random.split(key, 3)
-    return [drawn(key, *size) for key, size in zip(keys, sizes, strict=True)]
+    sizes = places**2 * 2 * filters, hidden, hidden, outputs
+    return drawn(key, *itertools.pairwise(sizes))
 
   def apply(layers: Any, x: jax.Array, gather: Gather, drop: Any) -> jax.Array:
     for number, layer in enumerate(layers[:2]):

@@ -1,7 +1,7 @@
 """Trains by vmap: a net of dense layers, whole on all workers or cut over them."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -164,17 +164,6 @@ def loss(
 ) -> jax.Array:
   logits = net(layers, images.x, dropout=cut_layers.DROPOUT, **options)
   return optax.softmax_cross_entropy_with_integer_labels(logits, images.labels).mean()
-
-
-def dense_layers(
-  arm: Arm, unit: cut_layers.Unit, sizes: Sequence[int], rule: Any
-) -> Way:
-  """Returns how a net of dense layers trains: of inputs, hidden units and classes."""
-  *inner, classes = sizes
-  net = functools.partial(cut_layers.apply, classes=classes, unit=unit)
-  whole = (*inner, cut_layers.padded(classes, WORKERS))
-  make = by_data if arm.way == "data" else by_model
-  return make(arm, net, lambda key: cut_layers.init(key, whole, unit), rule)
 
 
 def rmsprop(rate: optax.ScalarOrSchedule, updates: int = 1) -> Any:
