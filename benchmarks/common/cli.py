@@ -45,12 +45,11 @@ class Option(NamedTuple):
   quick: Any = None
   help: str = ""
   choices: Iterable[str] | None = None
-  kind: type | None = None  # by default that of the default
 
   def add(self, name: str, made: argparse.ArgumentParser) -> None:
     several = isinstance(self.default, list)
     first = self.default[0] if several else self.default
-    given: dict[str, Any] = {"type": self.kind or type(first), "choices": self.choices}
+    given: dict[str, Any] = {"type": type(first), "choices": self.choices}
     given |= {"nargs": "+"} if several else {}
     if self.default is False:
       given = {"action": "store_true"}

@@ -50,10 +50,8 @@ def cut(text: str) -> str:
       parts.append("\n".join([f"%{name} {{", *map(_line, body), "}"]))
   own = {x.name for x in kept}
   read = dict.fromkeys(y for x in kept for y in x.operands if y not in own)
-  lines = [
-    f"  %{name} = {entry.named[name].type} parameter({i})"
-    for i, name in enumerate(read)
-  ]
+  given = enumerate(entry.named[name] for name in read)
+  lines = [f"  %{x.name} = {x.type} parameter({i})" for i, x in given]
   parts.append("\n".join([f"ENTRY %{module.entry} {{", *lines, *map(_line, kept), "}"]))
   return "\n\n".join(parts) + "\n"
 

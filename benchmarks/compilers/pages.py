@@ -53,10 +53,8 @@ def codecs(rows: list[Row]) -> str:
       loops = (str(x["trips"] or "?") for x in found.get("v5e", {}).get("loops", ()))
       lines.append([codec, *(_cell(found.get(x)) for x in here), ", ".join(loops)])
     parts.append(f"## {title}\n\n{table(['codec', *here, 'loops'], lines)}\n\n")
-  own = [
-    [*name, f"{bar.cycles:g}", f"{bar.temporaries:g}", bar.reason]
-    for name, bar in bars.own().items()
-  ]
+  said = lambda bar: [f"{bar.cycles:g}", f"{bar.temporaries:g}", bar.reason]
+  own = [[*name, *said(bar)] for name, bar in bars.own().items()]
   header = ["codec", "operation", "cycles", "temporaries", "why"]
   return "".join(parts) + f"## Bars of their own\n\n{table(header, own)}\n"
 
@@ -87,12 +85,9 @@ def steps(rows: list[Row]) -> str:
   size = next((row["gradient"] // 4 for row in rows if "gradient" in row), 0)
   parts = [head("steps", rows, size=size)]
   for target in targets.TARGETS:
-    lines = [
-      [row["case"], *([_BROKEN] if "error" in row else step_cells(row))]
-      for row in rows
-      if row["target"] == target
-    ]
-    if lines:
+    cells = lambda row: [_BROKEN] if "error" in row else step_cells(row)
+    alike = [row for row in rows if row["target"] == target]
+    if lines := [[row["case"], *cells(row)] for row in alike]:
       parts.append(f"## {target}\n\n{table(_HEAD, lines)}\n\n")
   return "".join(parts)
 
@@ -149,13 +144,8 @@ def _beside(x: Row) -> str:
 
 def overlap(rows: list[Row]) -> str:
   """Returns the page of what computes beside collectives: targets in their order."""
-  lines = [
-    [
-      row["target"],
-      row["case"],
-      *([_BROKEN, ""] if "error" in row else overlap_cells(row)),
-    ]
-    for row in sorted(rows, key=lambda row: [*targets.TARGETS].index(row["target"]))
-  ]
+  cells = lambda row: [_BROKEN, ""] if "error" in row else overlap_cells(row)
+  ordered = sorted(rows, key=lambda row: [*targets.TARGETS].index(row["target"]))
+  lines = [[row["target"], row["case"], *cells(row)] for row in ordered]
   header = ["target", "exchange", "collectives of each kind, in order", "exposed"]
   return head("overlap", rows) + table(header, lines) + "\n"

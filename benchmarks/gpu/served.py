@@ -10,6 +10,7 @@ kernels/gpu/table.json.
 
 import functools
 import json
+import operator
 import sys
 from typing import Any
 from unittest import mock
@@ -36,10 +37,8 @@ def kernels(name: str) -> set[str]:
 
 def lines(checked: Any, timed: Any) -> dict[str, Any]:
   """Returns the lines of a device's table, by what the two scripts have written."""
-  seconds = {
-    (row["case"], row["implementation"], row["elements"]): row["seconds"]
-    for row in timed["rows"]
-  }
+  key = operator.itemgetter("case", "implementation", "elements")
+  seconds = {key(row): row["seconds"] for row in timed["rows"]}
   sizes = sorted({size for *_, size in seconds})
   wrong, first = set[str](), dict[str, int]()
   for case in CASES:
@@ -52,13 +51,10 @@ def lines(checked: Any, timed: Any) -> dict[str, Any]:
         slower = [n for n, (own, xla) in enumerate(times, 1) if own > xla]
         first[kernel] = max(first.get(kernel, 0), *slower, 0)
   least = [0, *sizes[1:]]
+  serve = {x: n for x, n in sorted(first.items()) if x not in wrong and n < len(least)}
   return {
     "record": f"benchmarks/results/gpu, JAX {timed['jax']}, {timed['date']}",
-    "least": {
-      kernel: least[number]
-      for kernel, number in sorted(first.items())
-      if kernel not in wrong and number < len(least)
-    },
+    "least": {kernel: least[number] for kernel, number in serve.items()},
   }
 
 

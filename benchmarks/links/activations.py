@@ -176,15 +176,11 @@ def predicted(
   )
   # Each of the two transfers hides under the products of its own direction.
   pairs = (there, forward), (back, max(0.0, both - forward))
-  computed = passes * both
   # The first transfer is in full, and of every other pass what is not hidden.
   ahead = sum(sent + (passes - 1) * max(0.0, sent - hides) for sent, hides in pairs)
   paper = sum((hosts - 1) * (x - y) if x > y else x for x, y in pairs)
-  return {
-    "ahead": computed + ahead,
-    "after": computed + passes * (there + back),
-    "paper": computed + paper,
-  }
+  exposed = {"ahead": ahead, "after": passes * (there + back), "paper": paper}
+  return {rule: passes * both + seconds for rule, seconds in exposed.items()}
 
 
 def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

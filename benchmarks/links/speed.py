@@ -45,24 +45,16 @@ from gradcomp.codecs import Codec, Context
 BASELINE = "plain f32 mean"
 FILE = "link_speed"
 _HOOKS = ("fp16", "fp8", "powersgd-1", "powersgd-2", "powersgd-4")
+_RATES = ["100mbit", "1gbit", "5gbit", "10gbit", "loopback"]
+_FEW = ["qsgd-4", "terngrad", "aps-8", "redsync-1%"]
 QUICK = "2 hosts, 1 MiB, 4 codecs, 1 repeat"
 OPTIONS = {
-  "rates": cli.Option(
-    ["100mbit", "1gbit", "5gbit", "10gbit", "loopback"],
-    ["1gbit"],
-    "of each direction, in tc's words",
-    kind=str,
-  ),
+  "rates": cli.Option(_RATES, ["1gbit"], "of each direction, in tc's words"),
   "hosts": cli.Option([2, 4], [2]),
   "leaves": cli.Option(["1", "resnet50"], ["1"], "equal leaves, or resnet50"),
   "mib": cli.Option(64, 1, "size of the equal leaves together, in f32"),
   "repeats": cli.Option(5, 1, "2 at most below 500 Mbit/s"),
-  "codecs": cli.Option(
-    [*methods.STEPS],
-    ["qsgd-4", "terngrad", "aps-8", "redsync-1%"],
-    "all exchanges of these",
-    choices=methods.STEPS,
-  ),
+  "codecs": cli.Option([*methods.STEPS], _FEW, "all exchanges of these", methods.STEPS),
   "limit": cli.Option(900.0, help="seconds after which workers have failed"),
   "hooks": cli.Option([*_HOOKS], ["fp8"], "of PyTorch's DDP", choices=_HOOKS),
   "torch": cli.Option(sys.executable, help="a Python with PyTorch; empty for none"),
@@ -291,12 +283,8 @@ def parts(
 
   values: tuple[jax.Array, ...] = tuple(grads)
   for function in (encode, all_to_all, average_own, all_gather, decode):
-    way: Any = {
-      "in_specs": jax.P("data"),
-      "out_specs": jax.P("data"),
-      "check_vma": False,
-    }
-    mapped = jax.shard_map(function, mesh=mesh, **way)
+    way: Any = {"in_specs": jax.P("data"), "out_specs": jax.P("data")}
+    mapped = jax.shard_map(function, mesh=mesh, check_vma=False, **way)
     program = jax.jit(mapped).lower(*values).compile()
     yield function.__name__, process.Timed(program, lambda values=values: values)
     values = (program(*values),)
