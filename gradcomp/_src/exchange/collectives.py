@@ -194,12 +194,8 @@ def note_parts(arrays: Sequence[jax.Array]) -> None:
   study.note(study.Parts(tuple(jnp.size(x) for x in arrays)))
 
 
-# The receiver of each worker in a round, and the part of its line that each sends.
-Permutation = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-def rounds(size: int) -> tuple[int, list[Permutation]]:
-  """Returns the number of parts of a line, and the rounds that send all lines."""
+def rounds(size: int) -> tuple[int, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+  """Returns the parts of a line, and each round's receivers and parts, by worker."""
   # Two workers that send to each other share a connection, which gloo uses in turns. So
   # no cycle of a round has two workers, unless the size is 2 or a multiple of 4. In the
   # round of distance d, worker i sends to i + d. If half the size is odd, two rounds
