@@ -27,7 +27,7 @@ def publish(names: dict[str, Any]) -> None:
     private = ("gradcomp._src.", "gradcomp.contrib._")
     if public and value.__module__.startswith(private):
       value.__module__ = names["__name__"]
-    returned = inspect.isfunction(value) and value.__annotations__.get("return")
+    returned: Any = inspect.isfunction(value) and value.__annotations__.get("return")
     is_class = inspect.isclass(returned)
     if is_class and issubclass(returned, optax.GradientTransformation):
       names[name] = lists_static(value)

@@ -103,9 +103,17 @@ class OwnSteps(NamedTuple):
   # or wider, and the state of the inner optimizer.
   by_axes: dict[tuple[str, ...], tuple[Any, Any]]
 
-  # The displacement, and the inner state, with scalars as arrays of one.
-  moved = property(lambda self: next(iter(self.by_axes.values()))[0])
-  inner_state = property(lambda self: next(iter(self.by_axes.values()))[1])
+  @property
+  def moved(self) -> Any:
+    """The displacement of the worker's parameters from the shared ones."""
+    ((moved, _),) = self.by_axes.values()
+    return moved
+
+  @property
+  def inner_state(self) -> Any:
+    """The state of the worker's inner optimizer, with scalars as arrays of one."""
+    ((_, inner_state),) = self.by_axes.values()
+    return inner_state
 
 
 class FragmentState(NamedTuple):

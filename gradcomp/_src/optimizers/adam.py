@@ -151,13 +151,14 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
     et al., `0/1 Adam <https://arxiv.org/abs/2202.06009>`_, 2022, algorithm 1
   """
   told = arguments(adam, locals())
-  if not hasattr(warmup, "ended"):
-    warmup = moments.Steps(checks.step_count("warmup", warmup))
+  end: Any = warmup
+  if not hasattr(end, "ended"):
+    end = moments.Steps(checks.step_count("warmup", end))
   shared = moments.Moments(
     b1=b1,
     b2=b2,
     eps=eps,
-    warmup=warmup,
+    warmup=end,
     variance=variance,
     compressed=transform.compress(
       codec, axis_name=axis_name, exchange=exchange, feedback=feedback, **options
@@ -172,11 +173,12 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
         "`axis_name` must name the axis of the workers that move alone with `local`, "
         "got None; leave `local` out for one worker, which moves alone anyway."
       )
-    if not hasattr(local, "gap"):
-      local = local_adam.EqualGaps(checks.step_count("local", local))
+    gaps: Any = local
+    if not hasattr(gaps, "gap"):
+      gaps = local_adam.EqualGaps(checks.step_count("local", gaps))
     parts = local_adam.LocalAdam(
       moments=shared,
-      gaps=local,
+      gaps=gaps,
       names=axes.axis_names(axis_name),
       learning_rate=learning_rate,
       decay=moments.decoupled(weight_decay, mask) or optax.identity(),

@@ -116,7 +116,8 @@ class Moments(checks.Checked):
     wide = lambda x: jnp.promote_types(x.dtype, jnp.float32)
     mu = jax.tree.map(lambda x: jnp.zeros_like(x, wide(x)), params)
     nu = jax.tree.map(lambda m: jnp.zeros_like(m, jnp.finfo(m.dtype).dtype), mu)
-    counts = [jnp.zeros([], jnp.int32) for _ in range(4)]
+    zero = lambda: jnp.zeros([], jnp.int32)
+    counts = zero(), zero(), zero(), zero()
     first = self.compressed.init(mu)
     return MomentsState(*counts, jnp.zeros([], jnp.float32), mu, nu, first)
 
