@@ -89,7 +89,9 @@ class JittedStep:
   def __init__(
     self, step: Callable[..., Any], *, donate: bool, mesh: Any, axes: Sequence[str]
   ):
-    def trained(params: Any, *args: Any, others: Any, kept: Any, **kwargs: Any) -> Any:
+    def trained(
+      params: Any, *args: Any, kept: Any, others: Any = None, **kwargs: Any
+    ) -> Any:
       whole, (rest, specs) = params, kept
       if rest is not None:
         leaves, treedef = rest
@@ -134,7 +136,7 @@ class JittedStep:
   def _given(self, params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
     """Returns the leaves that are not trained, and the arguments of ``jax.jit``."""
     params, others = split(params)
-    arrays = static = None
+    static = None
     if jax.tree.leaves(others):
       # Functions, numbers and strings are static, as in equinox.filter_jit.
       arrays, rest = split(others, is_array)
@@ -147,8 +149,9 @@ class JittedStep:
             "static field of its module."
           )
       static = tuple(leaves), treedef
+      kwargs["others"] = arrays  # if there are none, a compiled step takes no such name
     specs = param_specs.specs_over(params, self._axes) if self._axes else None
-    return others, (params, *args), kwargs | {"others": arrays, "kept": (static, specs)}
+    return others, (params, *args), kwargs | {"kept": (static, specs)}
 
   def __getattr__(self, name: str) -> Any:
     return getattr(self._jitted, name)
