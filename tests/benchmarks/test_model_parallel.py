@@ -68,12 +68,9 @@ def tiny(passes):
     return gather(x @ layers[1]["w"] + layers[1]["b"], 1)
 
   return convolutions.Net(
-    init_front=lambda key: convolutions.drawn(key, 4, 6),
+    init_front=lambda key: convolutions.drawn(key, (4, 6))[0],
     features=lambda front, x: jnp.tanh(x.reshape(-1, 4) @ front["w"] + front["b"]),
-    init_layers=lambda key, classes: [
-      convolutions.drawn(jax.random.fold_in(key, i), *shape)
-      for i, shape in enumerate(((6, 8), (8, classes)))
-    ],
+    init_layers=lambda key, classes: convolutions.drawn(key, (6, 8), (8, classes)),
     apply=apply,
     last=1,
     passes=passes,
