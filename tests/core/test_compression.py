@@ -44,7 +44,7 @@ TRANSFORMATIONS = {
   "APS": (lambda: gradcomp.aps(**OPTIONS), 55),
   "TernGrad": (lambda: gradcomp.terngrad(**OPTIONS), 40),
   "PowerSGD": (lambda: gradcomp.powersgd(rank=2, **OPTIONS), 45),
-  "natural": (lambda: gradcomp.natural(**OPTIONS), 22),
+  "natural": (lambda: gradcomp.natural(**OPTIONS), 26),
   "blocktop": (lambda: gradcomp.blocktop(**OPTIONS), 35),
   "dense": (lambda: gradcomp.dense(**OVER), 5),
   "two_shot": (lambda: gradcomp.redsync(exchange="two_shot", **OPTIONS), None),
