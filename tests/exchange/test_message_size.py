@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import gradcomp
+from gradcomp._src.core import compression
 from gradcomp._src.exchange import collectives, plan
 from gradcomp._src.exchange.plan import automatic_bytes, cut
 from gradcomp._src.mesh.platforms import platform
@@ -132,7 +133,7 @@ def test_the_platform_is_that_of_the_mesh():
 @pytest.fixture
 def cut_small(monkeypatch):
   """Makes ``"auto"`` cut small leaves into several messages, on CPUs too."""
-  monkeypatch.setattr(plan, "platform", lambda: "tpu")
+  monkeypatch.setattr(compression, "platform", lambda: "tpu")
   monkeypatch.setattr(plan, "automatic_bytes", lambda payload, workers: 300)
 
 

@@ -9,7 +9,6 @@ from gradcomp._src.core.compression import Compression
 from gradcomp._src.exchange import hierarchical
 from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.exchange.one_stage import AllReduce
-from gradcomp._src.exchange.plan import plan_messages
 from gradcomp._src.mesh.place import Place
 from gradcomp.codecs import QSGD, Dense, FloatCast
 from gradcomp.exchange import AllGather, TwoShot
@@ -26,7 +25,7 @@ def plan(sizes, codec=CODEC, others=None, **options):
   others = [()] * len(sizes) if others is None else others
   options, workers = Compression(codec, **options), Workers("data", WORKERS, 1.0)
   place = Place("data", others=others)
-  return plan_messages(options, leaves, [()] * len(sizes), place, workers).messages
+  return options.plan(leaves, [()] * len(sizes), place, workers).messages
 
 
 def test_leaves_share_a_message_up_to_its_bytes():

@@ -2,37 +2,40 @@
 
 import dataclasses
 import warnings
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import KeyPath
+from jax.tree_util import KeyPath, keystr
 from jax.typing import ArrayLike
 
 from gradcomp._src import checks
 from gradcomp._src.checks import see
-from gradcomp._src.codecs.protocol import LeafCodec
-from gradcomp._src.codecs.sums.records import Memory
+from gradcomp._src.codecs.protocol import LeafCodec, working_dtype
+from gradcomp._src.codecs.sums.records import Leaf, Memory
+from gradcomp._src.codecs.sums.sum import sum_limit
 from gradcomp._src.core import codec_memory, first_state, residual_storage
 from gradcomp._src.core import state as states
 from gradcomp._src.core.feedback import Feedback, as_feedback
 from gradcomp._src.core.inputs import pairs
 from gradcomp._src.core.state import CompressState
+from gradcomp._src.exchange import auto, one_stage, protocol
+from gradcomp._src.exchange import layout as layouts
 from gradcomp._src.exchange import plan as plans
-from gradcomp._src.exchange.auto import Auto, as_exchange, check_exchange
 from gradcomp._src.exchange.collectives import Workers
-from gradcomp._src.exchange.protocol import Exchange, returns_means
 from gradcomp._src.exchange.step import WHOLE, Averaging, Step
 from gradcomp._src.kernels.gpu import table
 from gradcomp._src.mesh import agreement, study
 from gradcomp._src.mesh.axes import AxisName, as_axis_name, axis_names, bound_size
 from gradcomp._src.mesh.place import Place, check_whole
+from gradcomp._src.mesh.platforms import platform
 from gradcomp._src.mesh.trees import is_box
 
 Dither = Literal["shared", "independent"]
 
 _AXES = checks.optional(checks.Rule(lambda _, x: as_axis_name(axis_names(x))))
-_EXCHANGE = checks.Rule(lambda _, x: as_exchange(x))
+_EXCHANGE = checks.Rule(lambda _, x: auto.as_exchange(x))
 _SIZE = checks.Rule(lambda name, x: checks.optional_size(name, "elements", x))
 _WORDS = 'a number of bytes, 0 or more, "auto", or None for one message'
 _IS_WORD = lambda x: x is None or (isinstance(x, str) and x == "auto")
@@ -47,7 +50,7 @@ class Compression(checks.Checked):
 
   codec: LeafCodec
   axis_name: AxisName | None = checks.field(None, _AXES)
-  exchange: Auto | Exchange = checks.field("auto", _EXCHANGE)
+  exchange: auto.Auto | protocol.Exchange = checks.field("auto", _EXCHANGE)
   feedback: Feedback = _AUTO
   min_leaf_size: int | None = checks.field(None, _SIZE)
   message_bytes: plans.MessageBytes = checks.field("auto", _BYTES)
@@ -58,24 +61,81 @@ class Compression(checks.Checked):
   def __post_init__(self) -> None:
     super().__post_init__()
     object.__setattr__(self, "feedback", as_feedback(self.feedback, self.codec))
-    check_exchange(self.exchange, self.codec, self.axis_name)
-    drops = self.codec.facts.drops
-    if self.feedback.moves and drops and not self.exchange.of_leaves:
+    facts = self.codec.facts
+    if not isinstance(self.exchange, auto.Auto):
+      if refusal := facts.naming(self.codec).refusals.get(self.exchange.way):
+        name = self.exchange.name
+        raise ValueError(f'`exchange` must not be "{name}" for {refusal}')
+      self.exchange.check_axes(self.axis_name)
+    if self.feedback.moves and facts.drops and not self.exchange.of_leaves:
       raise ValueError(
         f'`feedback` must not be "momentum" for a sparse codec in a '
         f'"{self.exchange.name}" exchange, where no worker knows which elements of its '
         f'momentum were sent, got {self.codec}; use feedback="error", and momentum '
         "after the exchange."
       )
-    unequal = self.axis_name and not returns_means(self.exchange)
-    if self.feedback.estimates and unequal:
+    # Only an exchange that gathers payloads knows who sent an element.
+    means = self.exchange.sends and getattr(self.exchange, "merge", "mean") == "mean"
+    if self.feedback.estimates and self.axis_name and not means:
       raise ValueError(
         '`exchange` must give all workers the mean with feedback="ef21", not "local" '
         f'nor merge="senders", got {self.exchange!r} over {self.axis_name!r}; use '
         'feedback="error".'
       )
 
-  plan = plans.plan_messages
+  def plan(
+    self,
+    leaves: Sequence[jax.Array | jax.ShapeDtypeStruct],
+    paths: Sequence[KeyPath],
+    across: Place,
+    group: Workers | None,
+  ) -> plans.MessagePlan:
+    """Splits leaves into the messages of a step; ValueError for sums beyond 32 bits."""
+    # An average has one message, unless `message_bytes` limits its payload, leaves vary
+    # over different `others`, or dense leaves or leaves of float64 are added apart from
+    # codes.
+    codec, exchange, size = self.codec, self.exchange, self.message_bytes
+    least, facts, others = self.min_leaf_size, codec.facts, across.others
+    workers = 1 if group is None else group.size
+    wide = lambda x: jax.ShapeDtypeStruct(x.shape, working_dtype(facts, x.dtype))
+    like = list(map(wide, leaves))
+    addends = workers if exchange.sends else None
+    texts = [keystr(path, simple=True, separator="/") for path in paths]
+    whole = [Leaf(x.shape, path=text) for x, text in zip(leaves, texts, strict=True)]
+    codec.check_leaves(whole)
+    decided = None
+    if facts.drops:  # one exchange for all, before leaves are split into ranges
+      layout = layouts.plan_rows(like, codec, min_leaf_size=least, places=whole)
+      exchange, _ = decided = auto.choose(exchange, layout, workers)
+    # If workers own shares, every leaf of a sparse codec has a range for each worker.
+    ranges = workers if exchange.owners else 1
+    bound = [leaf._replace(addends=addends, ranges=ranges) for leaf in whole]
+    codecs = layouts.leaf_codecs(bound, codec, min_leaf_size=least)
+    for one in dict.fromkeys(codecs):
+      sum_limit(one.facts.max_code, workers, one)
+    apart = facts.max_code > 0 and isinstance(exchange, one_stage.AllReduce | auto.Auto)
+    # CPUs compute nothing beside their collectives, and each message takes time.
+    hides = exchange.sends and workers > 1 and platform() != "cpu"
+    size = size if hides or size != "auto" else None
+    messages = []
+    for parts in self.averaging.parts(codecs, like):
+      for kind, sizes in plans.kinds_of(parts, others, apart).items():
+        varied, plain, is_wide = kind
+        for piece in plans.cut(size, sizes, paths, workers):
+          own, coded, counts = zip(*(parts[i] for i in piece), strict=True)
+          done = [x.size if n is None else n for x, n in zip(own, counts, strict=True)]
+          replaced = any(n is not None for n in counts)
+          layout = layouts.arrange(own, coded, sum(done) if replaced else None)
+          pick = auto.reencoding if plain else auto.choose
+          picked, reason = decided or pick(exchange, layout, workers)
+          if is_wide and exchange.sends:
+            picked, reason = one_stage.AllReduce(), "float64 is added as it is"
+          of_all = picked, varied, reason
+          messages.append(protocol.Message(tuple(piece), layout, *of_all))
+    names, rules = tuple(map(keystr, paths)), tuple(map(codec.rule, whole))
+    each = tuple(bound), tuple(others), tuple(codecs), rules
+    rest = across.axes, workers, self.feedback.keeps
+    return plans.MessagePlan(names, *each, tuple(messages), *rest)
 
   def init(self, params: Any) -> CompressState:
     """Creates the state; ValueError if parameters are sharded over the workers."""

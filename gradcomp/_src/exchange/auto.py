@@ -5,14 +5,12 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 from gradcomp._src import checks
-from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.exchange.hierarchical import Hierarchical
 from gradcomp._src.exchange.layout import Layout
 from gradcomp._src.exchange.one_stage import AllGather, AllReduce, Local
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.exchange.ring import Ring
 from gradcomp._src.exchange.two_shot import TwoShot
-from gradcomp._src.mesh.axes import AxisName
 
 ExchangeName = Literal[
   "auto", "all_gather", "two_shot", "psum", "ring", "hierarchical", "local"
@@ -71,18 +69,6 @@ def as_exchange(given: Any) -> Auto | Exchange:
     f"`exchange` must be one of {tuple(_SHORT_FORMS)}, or an exchange like "
     f"gradcomp.exchange.TwoShot(), got {given!r}."
   )
-
-
-def check_exchange(
-  exchange: Auto | Exchange, codec: LeafCodec, axis_name: AxisName | None
-) -> None:
-  """Raises ValueError if the codec's sums or the axes do not allow the exchange."""
-  if isinstance(exchange, Auto):
-    return
-  refusal = codec.facts.naming(codec).refusals.get(exchange.way)
-  if refusal:
-    raise ValueError(f'`exchange` must not be "{exchange.name}" for {refusal}')
-  exchange.check_axes(axis_name)
 
 
 Choice = tuple[Exchange, str]  # an exchange, and the reason for it

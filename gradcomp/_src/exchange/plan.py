@@ -6,17 +6,13 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from jax.tree_util import KeyPath, keystr
+from jax.tree_util import KeyPath
 
-from gradcomp._src.codecs.protocol import Codec, tile_shape, working_dtype
+from gradcomp._src.codecs.protocol import Codec, tile_shape
 from gradcomp._src.codecs.sums.records import Leaf
-from gradcomp._src.codecs.sums.sum import sum_limit
-from gradcomp._src.exchange import auto, one_stage, protocol
 from gradcomp._src.exchange import layout as layouts
-from gradcomp._src.exchange.collectives import Workers
+from gradcomp._src.exchange import protocol
 from gradcomp._src.mesh.axes import Axes, AxisName, axis_names
-from gradcomp._src.mesh.place import Place
-from gradcomp._src.mesh.platforms import platform
 
 # Owner residuals by the axes that stack them: ("data",), or ("data", "model") for
 # leaves that are sharded over a model axis.
@@ -94,74 +90,16 @@ def whole_leaves(
   return [dict(enumerate(map(Part, like, codecs)))]
 
 
-def plan_messages(
-  options: Any,
-  leaves: Sequence[jax.Array | jax.ShapeDtypeStruct],
-  paths: Sequence[KeyPath],
-  across: Place,
-  group: Workers | None,
-) -> MessagePlan:
-  """Splits leaves into the messages of a step, by the options of a transformation.
-
-  An average has one message, unless ``message_bytes`` limits its payload, leaves vary
-  over different ``others``, or dense leaves or leaves of float64 are added apart from
-  codes. ValueError for sums of codes beyond 32 bits, and for a policy's rule without a
-  leaf.
-  """
-  codec, exchange, size = options.codec, options.exchange, options.message_bytes
-  least, facts, others = options.min_leaf_size, codec.facts, across.others
-  workers = 1 if group is None else group.size
-  wide = lambda x: jax.ShapeDtypeStruct(x.shape, working_dtype(facts, x.dtype))
-  like = list(map(wide, leaves))
-  addends = workers if exchange.sends else None
-  texts = [keystr(path, simple=True, separator="/") for path in paths]
-  whole = [Leaf(x.shape, path=text) for x, text in zip(leaves, texts, strict=True)]
-  codec.check_leaves(whole)
-  decided = None
-  if facts.drops:  # one exchange for all, before leaves are split into ranges
-    layout = layouts.plan_rows(like, codec, min_leaf_size=least, places=whole)
-    exchange, _ = decided = auto.choose(exchange, layout, workers)
-  # If workers own shares, every leaf of a sparse codec has a range for each worker.
-  ranges = workers if exchange.owners else 1
-  bound = [leaf._replace(addends=addends, ranges=ranges) for leaf in whole]
-  codecs = layouts.leaf_codecs(bound, codec, min_leaf_size=least)
-  for one in dict.fromkeys(codecs):
-    sum_limit(one.facts.max_code, workers, one)
-  apart = facts.max_code > 0 and isinstance(exchange, one_stage.AllReduce | auto.Auto)
-  # CPUs compute nothing beside their collectives, and each message takes time.
-  hides = exchange.sends and workers > 1 and platform() != "cpu"
-  size = size if hides or size != "auto" else None
-  messages = []
-  for parts in options.averaging.parts(codecs, like):
-    kinds = _kinds(parts, others, apart).items()
-    pieces = [(kind, x) for kind, own in kinds for x in cut(size, own, paths, workers)]
-    for (varied, plain, is_wide), piece in pieces:
-      own, coded, counts = zip(*(parts[i] for i in piece), strict=True)
-      done = [x.size if n is None else n for x, n in zip(own, counts, strict=True)]
-      replaced = any(n is not None for n in counts)
-      layout = layouts.arrange(own, coded, sum(done) if replaced else None)
-      pick = auto.reencoding if plain else auto.choose
-      picked, reason = decided or pick(exchange, layout, workers)
-      if is_wide and exchange.sends:
-        picked, reason = one_stage.AllReduce(), "float64 is added as it is"
-      of_all = picked, varied, reason
-      messages.append(protocol.Message(tuple(piece), layout, *of_all))
-  names, rules = tuple(map(keystr, paths)), tuple(map(codec.rule, whole))
-  each = tuple(bound), tuple(others), tuple(codecs), rules
-  rest = across.axes, workers, options.feedback.keeps
-  return MessagePlan(names, *each, tuple(messages), *rest)
-
-
 # What all leaves of a message share: the other axes over which they vary, and whether
 # they are plain ones that are added apart from codes, and of float64.
-_Kind = tuple[tuple[str, ...], bool, bool]
+Kind = tuple[tuple[str, ...], bool, bool]
 
 
-def _kinds(
+def kinds_of(
   parts: Mapping[int, Part], others: Sequence[tuple[str, ...]], apart: bool
-) -> dict[_Kind, dict[int, int]]:
+) -> dict[Kind, dict[int, int]]:
   """Returns the numbers of the leaves of each kind in an average, with their bytes."""
-  kinds: dict[_Kind, dict[int, int]] = {}
+  kinds: dict[Kind, dict[int, int]] = {}
   for i, (like, codec, _) in parts.items():
     alone = apart and codec.facts.plain
     kind = others[i], alone, like.dtype == np.float64

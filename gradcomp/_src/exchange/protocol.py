@@ -170,12 +170,6 @@ class Exchange(abc.ABC):
     return None
 
 
-def returns_means(exchange: Any) -> bool:
-  """Returns True if all workers get sums over their number, also of an ``Auto``."""
-  # Only an exchange that gathers payloads knows who sent an element.
-  return exchange.sends and getattr(exchange, "merge", "mean") == "mean"
-
-
 def exchanged(
   parts: Sequence[jax.Array], send: Callable[[jax.Array], jax.Array]
 ) -> list[jax.Array]:

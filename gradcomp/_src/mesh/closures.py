@@ -5,7 +5,7 @@ an array of the mesh. docs/inside/architecture.md says why closures are not sear
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -46,20 +46,13 @@ def arrays_of(tree: Any) -> tuple[list[jax.Array], Callable[[Sequence[Any]], Any
   return [x for x in leaves if isinstance(x, jax.Array)], with_arrays
 
 
-def loss_with_note(
-  loss_fn: Callable[..., Any], mesh: Mesh | AbstractMesh, names: Sequence[str]
-) -> Callable[..., Any]:
-  """Wraps a loss: errors for arrays of the mesh that it closes over get a note."""
-  return with_note(loss_fn, OF_LOSS, mesh, names)
-
-
 def with_note(
   function: Callable[..., Any],
   note: str,
   mesh: Mesh | AbstractMesh,
-  names: Sequence[str],
+  names: Collection[str],
 ) -> Callable[..., Any]:
-  """Wraps a function in a map over ``names``: such errors get its own note."""
+  """Wraps a function in a map over ``names``: errors for such arrays get its note."""
   kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
   explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
   if not explicit:  # JAX raises no error

@@ -261,7 +261,7 @@ def _stacked(
     args, kwargs, own_loss = jax.tree.unflatten(treedef, own)
     if not is_sum:
       args, kwargs = batches.with_own_keys((args, kwargs), axis_name)
-    own_loss = closures.loss_with_note(own_loss, mesh, axes.axis_names(axis_name))
+    own_loss = closures.with_note(own_loss, closures.OF_LOSS, mesh, names)
     grad_fn = form.value_and_grad(own_loss, axis_name, averages_aux=True)
     value, grads = grad_fn(*args, **kwargs)
     if is_sum:

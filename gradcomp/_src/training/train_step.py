@@ -326,7 +326,7 @@ def _on_mesh(
   trees = {x: getattr(given, x) for x in ("params", "opt_state", "model_state")}
 
   def local(arrays: list[Any], given: Given) -> tuple[Any, ...]:
-    own_loss = closures.loss_with_note(with_arrays(arrays), mesh, names)
+    own_loss = closures.with_note(with_arrays(arrays), closures.OF_LOSS, mesh, names)
     return one_worker(own_loss, given, inspect=inspect)
 
   def stepped(check_vma: bool) -> tuple[Any, ...]:
