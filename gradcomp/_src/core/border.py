@@ -18,13 +18,13 @@ from jax.sharding import PartitionSpec as P
 from gradcomp._src.core import state as states
 from gradcomp._src.core.inputs import like_complex, pairs, update_dtypes
 from gradcomp._src.core.specs import check_stacked, state_specs
-from gradcomp._src.mesh import param_specs, trees, types, unseen
+from gradcomp._src.mesh import param_specs, trees, types
 from gradcomp._src.mesh import specs as mesh_specs
 from gradcomp._src.mesh.axes import Axes, AxisName, axis_names, manual_axes
 from gradcomp._src.mesh.closures import arrays_of
 from gradcomp._src.mesh.per_worker import marked, of_all, unmarked
 from gradcomp._src.mesh.place import place
-from gradcomp._src.mesh.shard_maps import per_device
+from gradcomp._src.mesh.shard_maps import UNSEEN, in_map, per_device
 from gradcomp._src.mesh.specs import axes_in, is_spec, restrict_spec, sharded_axes
 
 Update = Callable[..., tuple[Any, Any]]
@@ -95,8 +95,8 @@ def any_tree(
 
   def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
     inside = any_tree(init_fn, update_fn, maps).update
-    if unseen.UNSEEN.value:
-      return unseen.in_map(inside, updates, state, params, **extra_args)
+    if UNSEEN.value:
+      return in_map(inside, updates, state, params, **extra_args)
     given = [*map(trees.unboxed, (updates, state, trees.trainable(params)))]
     call, back = functools.partial(update_fn, **extra_args), lambda new: new
     if maps and (found := entry(*given[:2], whole=maps.get("whole", False))):

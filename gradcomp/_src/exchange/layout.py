@@ -142,16 +142,11 @@ class Layout:
     """Returns the numbers of leaves in runs of adjacent rows, decoded together."""
     # One program for many small leaves compiles sooner than one for each. The rows of a
     # large leaf are split off before decoding, so that it is materialized once.
-    runs: dict[int, list[list[int]]] = {}
-    filled: dict[int, int] = {}
-    for i, (slot, like) in enumerate(zip(self.slots, self.like, strict=True)):
-      own = runs.setdefault(slot.group, [])
-      filled[slot.group] = filled.get(slot.group, 0) + like.size
-      if not own or filled[slot.group] > JOINT_ENCODING_ELEMENTS:
-        own.append([])
-        filled[slot.group] = like.size
-      own[-1].append(i)
-    return list(itertools.chain.from_iterable(runs.values()))
+    sizes: dict[int, dict[int, int]] = {}
+    for i, slot in enumerate(self.slots):
+      sizes.setdefault(slot.group, {})[i] = self.like[i].size
+    full = lambda filled, size: filled + size > JOINT_ENCODING_ELEMENTS
+    return [run for own in sizes.values() for run in pieces(own, full)]
 
 
 def cut(x: jax.Array, counts: Sequence[int]) -> list[jax.Array]:
@@ -160,6 +155,21 @@ def cut(x: jax.Array, counts: Sequence[int]) -> list[jax.Array]:
   # programs, compiled once.
   starts = unknown([0, *itertools.accumulate(counts[:-1])], x)
   return [slice_at(x, *at) for at in zip(starts, counts, strict=True)]
+
+
+def pieces(
+  sizes: Mapping[int, int], full: Callable[[int, int], bool]
+) -> list[list[int]]:
+  """Cuts leaves, by their sizes, where ``full(sum so far, size of the next leaf)``."""
+  found: list[list[int]] = []
+  filled = 0
+  for i, size in sizes.items():
+    if not found or full(filled, size):
+      found.append([])
+      filled = 0
+    found[-1].append(i)
+    filled += size
+  return found
 
 
 def plan_rows(

@@ -134,9 +134,7 @@ def owned_matrices(plan: MessagePlan) -> dict[Axes, list[OwnedMatrix]]:
   # Owners of exact sums keep none. If a codec rounds sums at random in any case, they
   # keep one only if workers keep residuals, too: else the errors would add up.
   def keeps(codec: Codec) -> bool:
-    if codec.facts.exact:
-      return False
-    return plan.feedback or not codec.to_nearest().needs_key
+    return not codec.facts.exact and (plan.feedback or not codec.to_nearest().needs_key)
 
   result: dict[Axes, list[OwnedMatrix]] = {}
   for number, (_, layout, exchange, others, _) in enumerate(plan.messages):
@@ -201,32 +199,17 @@ def cut(
   if message_bytes is None:
     return [list(sizes)]
   if message_bytes != "auto":  # a leaf that is larger has a message of its own
-    return _pieces(sizes, lambda filled, size: filled + size > message_bytes)
+    return layouts.pieces(sizes, lambda filled, size: filled + size > message_bytes)
   payload = sum(sizes.values())
   least = automatic_bytes(payload, workers)
   if payload <= least:
     return [list(sizes)]
   own = {i: sizes[i] for i in _last_first(paths) if i in sizes}
-  pieces = _pieces(own, lambda filled, _: filled >= least)
+  pieces = layouts.pieces(own, lambda filled, _: filled >= least)
   # The backward pass of less than a quarter is too short for a message to hide in.
   if len(pieces) > 1 and 4 * sum(sizes[i] for i in pieces[-1]) < least:
     pieces[-2:] = [pieces[-2] + pieces[-1]]
   return [sorted(piece) for piece in reversed(pieces)]
-
-
-def _pieces(
-  sizes: Mapping[int, int], full: Callable[[int, int], bool]
-) -> list[list[int]]:
-  """Cuts leaves where ``full(bytes so far, bytes of the next leaf)``."""
-  pieces: list[list[int]] = []
-  filled = 0
-  for i, size in sizes.items():
-    if not pieces or full(filled, size):
-      pieces.append([])
-      filled = 0
-    pieces[-1].append(i)
-    filled += size
-  return pieces
 
 
 def _last_first(paths: Sequence[KeyPath]) -> list[int]:

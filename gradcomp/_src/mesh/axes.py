@@ -50,16 +50,13 @@ def axis_names(axis_name: AxisName) -> tuple[str, ...]:
 
 
 def abstract_mesh(
-  sizes: Mapping[str, int],
-  axis_types: tuple[AxisType, ...] | None = None,
-  *,
-  argument: str = "workers",
+  sizes: Mapping[str, int], axis_types: tuple[AxisType, ...] | None = None
 ) -> AbstractMesh:
-  """Returns a mesh of devices that need not exist; errors name the ``argument``."""
+  """Returns a mesh of devices that need not exist."""
   # JAX fails with std::bad_cast.
   if math.prod(sizes.values()) >= 2**31:
     raise ValueError(
-      f"`{argument}` must be less: JAX takes fewer than 2**31 devices on all axes of a "
+      "`workers` must be less: JAX takes fewer than 2**31 devices on all axes of a "
       f"trace together, got {' x '.join(map(str, sizes.values()))}."
     )
   # The devices have the platform of the mesh that is in use, if there is one.

@@ -1,4 +1,9 @@
-"""Maps over devices, entered where arrays are typed as sharded or unreduced."""
+"""Maps over devices, entered where arrays are typed as sharded or unreduced.
+
+A map over workers may be one that a trace must not see: a user's function is traced as
+if it were in none, so that its constraints may name the axes of the workers, see
+``training/constraints.py``. An exchange in it needs them, and the way back.
+"""
 
 import functools
 import math
@@ -8,7 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.extend.core import Primitive
+from jax.sharding import AxisType, PartitionSpec
 
 from gradcomp._src.mesh import types
 from gradcomp._src.mesh.axes import AxisName, automatic_axes, axis_names
@@ -16,8 +22,29 @@ from gradcomp._src.mesh.closures import arrays_of
 from gradcomp._src.mesh.place import Place
 from gradcomp._src.mesh.specs import axes_in, entries, is_spec, reduced_spec
 from gradcomp._src.mesh.study import is_followed
+from gradcomp._src.mesh.trees import is_array
 
 Update = Callable[..., tuple[Any, Any]]
+
+# ``with UNSEEN(axes):`` around the trace of such a function, whose map binds the axes.
+UNSEEN: Any = jax.make_user_context(frozenset())
+
+# From one to the other mesh, which only types know. constraints.py removes it.
+CROSS = Primitive("gradcomp_cross")
+CROSS.def_abstract_eval(
+  lambda x: jax.core.ShapedArray(x.shape, x.dtype, weak_type=x.weak_type)
+)
+
+
+def in_map(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+  """Calls a function that sees the map over the axes, on arrays of its mesh."""
+  manual = dict.fromkeys(UNSEEN.value, AxisType.Manual)
+  mesh = jax.sharding.get_abstract_mesh().update_axis_types(manual)
+  cross = lambda tree: jax.tree.map(lambda x: CROSS.bind(x) if is_array(x) else x, tree)
+  with UNSEEN(frozenset()), jax.sharding.use_abstract_mesh(mesh):
+    args, kwargs = cross((args, kwargs))
+    found = function(*args, **kwargs)
+  return cross(found)
 
 
 def per_device(function: Update, updates: Any, across: Place, *, keeps: bool) -> Update:

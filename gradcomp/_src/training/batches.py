@@ -19,12 +19,13 @@ def several(numbers: int | tuple[int, ...]) -> tuple[int, ...]:
   return (numbers,) if isinstance(numbers, int) else numbers
 
 
-def check_among(name: str, numbers: int | tuple[int, ...], count: int) -> None:
-  """Raises ValueError for the number of an argument that is not given by position."""
+def among(name: str, numbers: int | tuple[int, ...], count: int) -> list[int]:
+  """Returns positions from 0; ValueError for an argument not given by position."""
   if not all(-count <= i < count for i in several(numbers)):
     raise ValueError(
       f"`{name}` must be among the {count} arguments given by position, got {numbers}."
     )
+  return [i % count for i in several(numbers)]
 
 
 def is_key(x: Any) -> bool:
@@ -57,8 +58,7 @@ def batches_in(
   # An optimizer's state is none: its specs say what a worker has of it.
   count = len(args)
   if batch_argnums is not None:
-    check_among("batch_argnums", batch_argnums, count)
-    named = {i % count for i in several(batch_argnums)}
+    named = {*among("batch_argnums", batch_argnums, count)}
     return [i for i in sorted(named) if not states_in(args[i])]
   found = [i for i in range(max(differentiated) + 1, count) if not states_in(args[i])]
   lengths = rows_of([args[i] for i in found])

@@ -18,7 +18,7 @@ from jax.extend import core
 from jax.extend.core.primitives import sharding_constraint_p
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from gradcomp._src.mesh import specs, unseen
+from gradcomp._src.mesh import shard_maps, specs
 
 
 def over(
@@ -36,7 +36,7 @@ def over(
 
   def call(*args: Any) -> Any:
     shapes = jax.tree.map(shape, args)
-    with unseen.UNSEEN(names), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    with shard_maps.UNSEEN(names), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
       closed, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
     moved = core.ClosedJaxpr(_Move(names, argument).jaxpr(closed.jaxpr), closed.consts)
     leaves = core.jaxpr_as_fun(moved)(*jax.tree.leaves(args))
@@ -61,7 +61,7 @@ class _Move:
     """Returns an equation of the map, or None for a constraint over no Auto axis."""
     constrains = eqn.primitive is sharding_constraint_p
     # JAX has no constraint that leaves no axis to the compiler.
-    if eqn.primitive is unseen.CROSS or (
+    if eqn.primitive is shard_maps.CROSS or (
       constrains and not self.of(eqn.params["sharding"].mesh).auto_axes
     ):
       self.variables[eqn.outvars[0]] = self.of(eqn.invars[0])

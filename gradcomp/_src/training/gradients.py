@@ -185,8 +185,7 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
 
   def local_value_and_grad(*given: Any, **kwargs: Any) -> tuple[Any, Any]:
     count = len(given)
-    batches.check_among("argnums", form.argnums, count)
-    differentiated = [i % count for i in batches.several(form.argnums)]
+    differentiated = batches.among("argnums", form.argnums, count)
     for i in differentiated:
       check_trainable(f"argument {i} of `loss_fn`", given[i])
     own_loss, args = loss_form.of_trainable(loss_fn, given, differentiated)
