@@ -218,17 +218,9 @@ class Compression(checks.Checked):
     elif owned is None and self.feedback.keeps:
       raise ValueError(self._unknown_owners(plan, ""))
     # Without feedback they may be None: the second stage then rounds as the first does.
-    return Step(
-      plan,
-      workers,
-      *keys,
-      memory,
-      owned,
-      state.count,
-      keep=self.feedback.keeps or state.measures is not None,
-      mark=self.feedback.moves,
-      watch=state.measures is not None,
-    )
+    facts, watch = (plan, workers, *keys, memory, owned), state.measures is not None
+    flags = self.feedback.keeps or watch, self.feedback.moves, watch
+    return Step(*facts, state.count, *flags)
 
   def error_share(self, across: Place) -> float | None:
     """Returns the share of cast errors that a worker keeps, 1 or 1/N, or None."""

@@ -9,6 +9,7 @@ from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from gradcomp._src import checks
 from gradcomp._src.codecs.sums.sum import Partial, Sent, Way
@@ -82,7 +83,7 @@ class Hierarchical(Exchange, checks.Checked):
     for k in range(pieces):
       ends = [(n * k // pieces, n * (k + 1) // pieces) for n in share]
       added.append(_add_piece(own, groups, share, ends))
-    number, sent = jax.lax.axis_index(workers.axis_name), []
+    number, sent = lax.axis_index(workers.axis_name), []
     for i, total in enumerate(own.layout.sums):
       partial = total.like_one(_joined([x[i] for x in added], count), size)
       context = own.of_sum(i, number % size, number // size)
@@ -197,7 +198,7 @@ def _add_piece(
       for group in range(count):
         first = (group * size + place) * length
         cut += _rows_of(rows, first + start, first + stop)
-      words = [jax.lax.bitcast_convert_type(x, jnp.uint32).reshape(-1) for x in cut]
+      words = [lax.bitcast_convert_type(x, jnp.uint32).reshape(-1) for x in cut]
       parts.append(jnp.concatenate(words)[None])
     return lines.join(parts)[0]
 
@@ -217,7 +218,7 @@ def _add_piece(
   every = zip(pairs, own.layout.sums, received, shapes, strict=True)
   for (rows, _), total, words, shape in every:
     tiles = words.reshape(size, *shape)
-    addends = jax.lax.bitcast_convert_type(tiles, rows[0].dtype)
+    addends = lax.bitcast_convert_type(tiles, rows[0].dtype)
     partials.append(total.add_all(addends, keep=own.keep))
   return partials
 
@@ -225,10 +226,9 @@ def _add_piece(
 def _lines(rows: jax.Array, groups: Groups, start: int, stop: int) -> jax.Array:
   """Returns the words of the rows between two of each share, ``[C, M]`` by places."""
   # XLA cuts them where the rows are: a stack of lines would hold a gradient more.
-  each = jax.lax.slice_in_dim(lines.shares(rows, groups.workers), start, stop, axis=1)
+  each = lax.slice_in_dim(lines.shares(rows, groups.workers), start, stop, axis=1)
   places = each.reshape(groups.number, groups.size, *each.shape[1:]).swapaxes(0, 1)
-  words = jax.lax.bitcast_convert_type(places, jnp.uint32)
-  return words.reshape(groups.size, words.size // groups.size)
+  return lax.collapse(lax.bitcast_convert_type(places, jnp.uint32), 1)
 
 
 def _rows_of(rows: Sequence[jax.Array], start: int, stop: int) -> list[jax.Array]:
@@ -237,7 +237,7 @@ def _rows_of(rows: Sequence[jax.Array], start: int, stop: int) -> list[jax.Array
   for x in rows:
     a, b = max(start - first, 0), min(stop - first, len(x))
     if a < b:
-      cut.append(jax.lax.slice_in_dim(x, a, b))
+      cut.append(lax.slice_in_dim(x, a, b))
     first += len(x)
   zeros = stop - max(start, first)
   if zeros > 0:
@@ -252,7 +252,7 @@ def _joined(pieces: Sequence[Partial], groups: int) -> Partial:
 
   def joined(*parts: jax.Array) -> jax.Array:
     each = [x.reshape(groups, len(x) // groups, *x.shape[1:]) for x in parts]
-    return lines.stacked(jnp.concatenate(each, axis=1))
+    return lax.collapse(jnp.concatenate(each, axis=1), 0, 2)
 
   total, compensation, lost = jax.tree.map(joined, *[x[:3] for x in pieces])
   return Partial(total, compensation, lost, pieces[0].scale)

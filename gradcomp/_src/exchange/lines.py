@@ -27,10 +27,10 @@ def join(parts: Sequence[jax.Array]) -> jax.Array:
   note_parts(parts)
   rows = [x.reshape(len(x), *_matrix(x.shape[1:])) for x in parts]
   if _short([x.shape[1:] for x in parts]):
-    return jnp.concatenate(list(map(_raveled, rows)), axis=1)
+    return jnp.concatenate([lax.collapse(x, 1) for x in rows], axis=1)
   ends = [x.shape[2] - x.shape[2] % LANES for x in rows]
   pairs = list(zip(rows, ends, strict=True))
-  rest = jnp.concatenate([_raveled(x[:, :, end:]) for x, end in pairs], axis=1)
+  rest = jnp.concatenate([lax.collapse(x[:, :, end:], 1) for x, end in pairs], axis=1)
   rest = jnp.pad(rest, [(0, 0), (0, -rest.shape[1] % LANES)])
   # A long line has the first 128 words of all rows of each array, then the next 128,
   # and so on; then the rest of all rows; and then zeros.
@@ -45,7 +45,7 @@ def split(lines: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
     rows = _cut(lines, [count * width for count, width in forms])
   else:
     lanes = [count * (width // LANES) for count, width in forms]
-    rest = _raveled(lines[:, sum(lanes) :])
+    rest = lax.collapse(lines[:, sum(lanes) :], 1)
     rests = _cut(rest, [count * (width % LANES) for count, width in forms])
     parts = zip(_cut(lines, lanes), rests, forms, strict=True)
     rows = [_from_lanes(*part) for part in parts]
@@ -65,10 +65,6 @@ def _short(shapes: Sequence[Shape]) -> bool:
 def _matrix(shape: Shape) -> tuple[int, int]:
   """Returns the number of rows, and the number of words in each."""
   return math.prod(shape[:-1]), shape[-1] if shape else 1
-
-
-def _raveled(x: jax.Array) -> jax.Array:
-  return x.reshape(len(x), math.prod(x.shape[1:]))
 
 
 def _cut(lines: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
@@ -117,15 +113,9 @@ def own_rows(share: int, worker: jax.Array) -> jax.Array:
   return worker * share + lax.iota(jnp.int32, share)
 
 
-def stacked(x: jax.Array) -> jax.Array:
-  """Joins shares to rows, with their padding: ``[N * share, ...]``."""
-  return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
-
-
 def place(lost: jax.Array, workers: Workers, size: int) -> jax.Array:
   """Places errors of this worker's shares, ``[groups, share, ...]``, among zeros."""
-  groups, share, *tile = lost.shape
   own = lax.axis_index(workers.axis_name) % size
   mine = jnp.arange(size) == own
-  placed = jnp.where(mine.reshape(-1, *[1] * (1 + len(tile))), lost[:, None], 0.0)
-  return placed.reshape(groups * size * share, *tile)
+  placed = jnp.where(mine.reshape(-1, *[1] * (lost.ndim - 1)), lost[:, None], 0.0)
+  return lax.collapse(placed, 0, 3)

@@ -66,7 +66,7 @@ def _pass_around(own: protocol.Sending, _: None) -> protocol.Received:
     sent = [start(i, x) for i, x in enumerate(sums)]
   # The zeros have the type of the addends, which may differ over other axes, too.
   pairs = zip(sums, parts, strict=True) if own.keep else ()
-  lost = [jnp.zeros_like(lines.stacked(total.read(part))) for total, part in pairs]
+  lost = [jnp.zeros_like(lax.collapse(total.read(part), 0, 2)) for total, part in pairs]
   lost = noted(mark_varying(lost, workers.axis_name), sent, first)
   if n > 1:
     # A loop materializes sums before a step encodes them. Else XLA would decode the

@@ -169,21 +169,12 @@ def sendings(step: Step, arrays: Arrays) -> Iterator[Sending]:
       exchange, workers = one_stage.Local(), ALONE
     pairs = list(zip(layout.slots, memory, strict=True))
     first = {slot.group: Memory(x.shared, None) for slot, x in reversed(pairs)}
-    own = zip((step.keys[i] for i in message.leaves), memory, strict=True)
-    yield Sending(
-      message,
-      layout,
-      exchange,
-      workers,
-      leaves,
-      [key._replace(memory=x, step=step.number) for key, x in own],
-      [x._replace(memory=first[i], step=step.number) for i, x in enumerate(keys)],
-      [residuals.get((number, group)) for group in range(len(keys))],
-      factor,
-      step.keep,
-      step.mark,
-      step.watch,
-    )
+    known = zip((step.keys[i] for i in message.leaves), memory, strict=True)
+    own = [key._replace(memory=x, step=step.number) for key, x in known]
+    later = [x._replace(memory=first[i], step=step.number) for i, x in enumerate(keys)]
+    owned = [residuals.get((number, group)) for group in range(len(keys))]
+    facts = message, layout, exchange, workers, leaves, own, later, owned, factor
+    yield Sending(*facts, step.keep, step.mark, step.watch)
 
 
 def agree(sending: Sending) -> Sending:
