@@ -24,10 +24,8 @@ from gradcomp._src.mesh.axes import Axes, AxisName, axis_names, manual_axes
 from gradcomp._src.mesh.closures import arrays_of
 from gradcomp._src.mesh.per_worker import marked, of_all, unmarked
 from gradcomp._src.mesh.place import place
-from gradcomp._src.mesh.shard_maps import UNSEEN, in_map, per_device
+from gradcomp._src.mesh.shard_maps import UNSEEN, Update, in_map, per_device
 from gradcomp._src.mesh.specs import axes_in, is_spec, restrict_spec, sharded_axes
-
-Update = Callable[..., tuple[Any, Any]]
 
 
 def on_workers(  # noqa: PLR0913 - facts of a core, by keyword
