@@ -14,7 +14,7 @@ from gradcomp import cost
 from gradcomp._src.cost.planner import choice
 from gradcomp._src.cost.planner.candidates import CANDIDATES, Record
 from gradcomp._src.cost.planner.choice import best
-from gradcomp._src.cost.planner.errors import Errors, deciding, mean_error, omega
+from gradcomp._src.cost.planner.errors import Errors, mean_error, omega
 from gradcomp._src.exchange.ring import Ring as Ring
 from gradcomp.codecs import QSGD, Dense, TopK
 from gradcomp.cost import Link
@@ -102,6 +102,8 @@ def test_the_records_that_decide_are_the_nearest_of_each_task():
   text = mark("text", -3.0, workers=32)
   adam = mark("net", -20.0, workers=64, optimizer="adam")
   every = [*sgd, adam, text, mark("net", -99.0, seeds=2)]
+  having = lambda x: QSGD4[0]._replace(records=x)
+  deciding = lambda x, n, by: Errors("paper", (n,), optimizer=by).deciding(having(x))
   assert deciding(every, 8, "sgd") == [sgd[1], text]
   assert deciding(every, 5, "sgd") == [sgd[1], text]
   assert deciding(every, 3, None) == [text, sgd[0]]

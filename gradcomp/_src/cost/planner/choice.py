@@ -360,8 +360,7 @@ def best(rows: Sequence[Row]) -> Row:
   """Returns the fastest row; of equally fast ones, the most exact and simplest."""
   least = min(row.step_seconds for row in rows)
   near = [row for row in rows if row.step_seconds <= _ALIKE * least]
-  simplest = [way.name for way in _WAYS]
-  return min(near, key=lambda row: (row.error, simplest.index(row.way)))
+  return min(near, key=lambda row: (row.error, _WAYS.index(row.exchange)))
 
 
 def _rate(row: Row, dense: Row, cluster: Cluster) -> float:

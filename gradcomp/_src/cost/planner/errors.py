@@ -73,17 +73,6 @@ def checked_budget(budget: Any) -> BudgetName | float:
   return checks.choice(BudgetName).check("budget", budget)
 
 
-def deciding(
-  records: Iterable[Record], workers: int, optimizer: Optimizer | None
-) -> list[Record]:
-  """Returns the nearest records of each task, the lowest accuracy first."""
-  away = lambda x: x.far(workers, optimizer)
-  enough = sorted((x for x in records if x.seeds >= _ENOUGH), key=away)
-  least = {x.task: away(x) for x in reversed(enough)}
-  found = (x for x in enough if away(x) == least[x.task])
-  return sorted(found, key=lambda x: x.points)
-
-
 class Errors(NamedTuple):
   """The errors of candidates, and the budget that they must keep."""
 
@@ -122,7 +111,7 @@ class Errors(NamedTuple):
     if self.budget == "none":
       return f'budget "none" allows no error, and omega is {omega:.3g}'
     if self.budget == "paper":
-      found = self._deciding(candidate)  # what sparse ones lose depends on the net
+      found = self.deciding(candidate)  # what sparse ones lose depends on the net
       tasks, where = (1, "") if candidate.density is None else (2, " in two tasks")
       if len({x.task for x in found}) < tasks:
         return f"the study has no record of it with {_ENOUGH} seeds{where}"
@@ -135,8 +124,8 @@ class Errors(NamedTuple):
     if self.budget != "paper" or not chosen.records:
       return []
     near = lambda x: x.far(self.workers, self.optimizer) <= _NEAR
-    alone = [x.name for x in compared if not any(map(near, self._deciding(x)))]
-    notes = [f"{chosen.name} in the study, at worst: {self._deciding(chosen)[0]}."]
+    alone = [x.name for x in compared if not any(map(near, self.deciding(x)))]
+    notes = [f"{chosen.name} in the study, at worst: {self.deciding(chosen)[0]}."]
     if alone:
       by = f" by {self.optimizer}" if self.optimizer else ""
       range_of = f"{-(-self.workers // 2)} to {2 * self.workers} workers"
@@ -144,8 +133,13 @@ class Errors(NamedTuple):
       notes.append(f"No record{by} with {range_of}: {names}.")
     return notes
 
-  def _deciding(self, candidate: Candidate) -> list[Record]:
-    return deciding(candidate.records, self.workers, self.optimizer)
+  def deciding(self, candidate: Candidate) -> list[Record]:
+    """Returns the nearest records of each task, the lowest accuracy first."""
+    away = lambda x: x.far(self.workers, self.optimizer)
+    enough = sorted((x for x in candidate.records if x.seeds >= _ENOUGH), key=away)
+    least = {x.task: away(x) for x in reversed(enough)}
+    found = (x for x in enough if away(x) == least[x.task])
+    return sorted(found, key=lambda x: x.points)
 
   def excess(self, candidate: Candidate, omega: float, error: float) -> str:
     """Returns the reason why a mean's error exceeds the budget; "" if it does not."""
@@ -190,18 +184,14 @@ def _of_sum(
   exact = facts.exact and not facts.in_format
   if exact or groups == 1 or exchange.way in ("gathered", "reduced"):
     return leaves
-  ring = exchange.way == "passed"
+  ring, paired = exchange.way == "passed", omega / 2
   if biased:
     left = [(1 - omega) ** n for n in range(1, workers + 1)]  # after n encodings
     return 1 - (sum(left) / workers if ring else left[1])
   # Owners round means to nearest, with half of omega. A mean has its errors in it, too,
   # and with few levels its own loss grows with the root of that.
-  return _passed(omega, workers) if ring else leaves + omega / 2 * math.sqrt(1 + leaves)
-
-
-def _passed(omega: float, workers: int) -> float:
-  """Returns the error of an unbiased codec in a ring."""
-  # It encodes the sums of 1, 2, ... N gradients, and the errors so far with them.
-  paired = omega / 2
+  if not ring:
+    return leaves + paired * math.sqrt(1 + leaves)
+  # A ring encodes the sums of 1, 2, ... N gradients, and the errors so far with them.
   grown = _GROWN * (1 - math.exp(-paired * workers / (3 * _GROWN)))
   return paired * ((workers + 1) / 2 * (1 + grown) + workers % 2 / workers)
