@@ -22,12 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import gradcomp
-from gradcomp._src.cost.planner.candidates import (
-  CANDIDATES,
-  GIVEN,
-  SOURCES,
-  packaged_speeds,
-)
+from gradcomp._src.cost.planner import candidates
 from gradcomp._src.cost.planner.choice import Plan
 from gradcomp._src.cost.planner.errors import BudgetName, Optimizer, checked_budget
 from gradcomp.cost import Link, PlanOptions
@@ -93,9 +88,9 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Plan 
       steps = [dict(np.load(name)) for name in options.gradients]
       allocation = gradcomp.cost.allocate(steps)
       params = given["gradients"] = steps[0]
-      given["candidates"] = [*CANDIDATES, allocation.candidate]
-    packaged = packaged_speeds(options.device)
-    source, platform = SOURCES[options.device]
+      given["candidates"] = [*candidates.CANDIDATES, allocation.candidate]
+    packaged = candidates.packaged_speeds(options.device)
+    source, platform = candidates.SOURCES[options.device]
     speeds = {x: speed.times(options.slower) for x, speed in packaged.items()}
     outer = link(options.gbit)
     found = gradcomp.cost.plan(
@@ -109,7 +104,8 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Plan 
   except (OSError, TypeError, ValueError) as error:
     parser.error(str(error))
   own = source if options.slower == 1 else f"{source} Times {options.slower:g}."
-  found = found._replace(notes=tuple(own if x == GIVEN else x for x in found.notes))
+  notes = tuple(own if x == candidates.GIVEN else x for x in found.notes)
+  found = found._replace(notes=notes)
   return f"{allocation}\n\n{found}" if allocation else found
 
 

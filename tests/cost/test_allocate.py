@@ -206,7 +206,7 @@ def test_it_is_refused_with_a_reason(found):
 
 def test_the_command_line_reads_gradients(tmp_path, monkeypatch, capsys):
   only = (BY_NAME["QSGD-4"],)
-  monkeypatch.setattr(__main__, "CANDIDATES", only)
+  monkeypatch.setattr(__main__.candidates, "CANDIDATES", only)
   file = tmp_path / "step.npz"
   np.savez(file, **LIKE)
   words = f"plan --gradients {file} --workers 4 --gbit 1 --budget aggressive".split()
