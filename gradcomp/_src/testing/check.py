@@ -10,26 +10,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp._src.checks import instance_of, static_integer
+from gradcomp._src import checks
 from gradcomp._src.codecs.protocol import LeafCodec, is_codec
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.core.transform import compress
 from gradcomp._src.exchange import auto, hierarchical, protocol, ring
 from gradcomp._src.testing import laws, leaves, modes
 
-_COUNT_RULE = "a number of 1 or more"
+_COUNT = checks.integer("a number of 1 or more", 1)
 
 Law = functools.partial[None]
 Exchanges = Sequence[auto.ExchangeName | protocol.Exchange]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckOptions:
+class CheckOptions(checks.Checked):
   """The promises of a codec that :func:`check_codec` tests.
 
   Attributes:
     sizes: further sizes of leaves, to the default of two rows and a part of a third.
-    draws: the encodings whose mean is compared with a leaf, if the codec is unbiased.
+    draws: the encodings, 1 or more, whose mean is compared with a leaf, if the codec is
+      unbiased.
     constants: values that a leaf of one value decodes to exactly.
     spoils: the elements that a non-finite one may spoil: see
       :func:`gradcomp.testing.laws.non_finite_elements_are_seen`.
@@ -51,7 +52,7 @@ class CheckOptions:
   """
 
   sizes: Sequence[int] = leaves.SIZES
-  draws: int = 1000
+  draws: int = checks.field(1000, _COUNT)
   constants: Sequence[float] = ()
   spoils: int | str | None = "any"
   own_statistics: bool = False
@@ -60,9 +61,6 @@ class CheckOptions:
   keeps_range: bool = True
   most_error: float | None = None
   most_growth: float = 0.005
-
-  def __post_init__(self) -> None:
-    static_integer("draws", _COUNT_RULE, self.draws, least=1)
 
 
 _DEFAULTS = CheckOptions()
@@ -109,8 +107,8 @@ def check_codec(
       f"`codec` must encode and decode a leaf, got {codec}; check each codec of a "
       "policy, and the policy by check_transformation(gradcomp.compress(policy))."
     )
-  static_integer("workers", _COUNT_RULE, workers, least=1)
-  instance_of("options", CheckOptions, options)
+  _COUNT.check("workers", workers)
+  checks.instance_of("options", CheckOptions, options)
   for law in codec_laws(codec, workers=workers, exchanges=exchanges, options=options):
     law()
 
@@ -156,8 +154,8 @@ def check_transformation(  # noqa: PLR0913 - options of users, by keyword
       "`transformation` must have `init` and `update`, as optax's have, got "
       f"{transformation!r}; a codec becomes one by gradcomp.compress(codec)."
     )
-  static_integer("workers", _COUNT_RULE, workers, least=1)
-  static_integer("steps", _COUNT_RULE, steps, least=1)
+  _COUNT.check("workers", workers)
+  _COUNT.check("steps", steps)
   params = _params((45, 46)) if params is None else params
   gradients = [laws.gradients_like(params, workers, seed) for seed in range(steps)]
   given: Any = {"axis_name": axis_name, "places": places, "same_bits": same_bits}

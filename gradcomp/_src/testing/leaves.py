@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from gradcomp._src.codecs.protocol import Codec, LeafCodec, payload_of
+from gradcomp._src.codecs.protocol import LeafCodec, payload_of
 from gradcomp._src.codecs.sums.records import Context, Encoded, Leaf, Payload
 from gradcomp._src.floats.dtypes import has_smaller_range
 
@@ -47,9 +47,9 @@ def leaf_of(codec: LeafCodec, x: ArrayLike | None) -> np.ndarray:
   return gaussian(ragged(codec)) if x is None else np.asarray(x)
 
 
-def first_context(bound: Codec, leaf: Leaf, key: ArrayLike = KEY) -> Context:
-  """Returns the context of a bound codec in the first step of a worker."""
-  memory = bound.init(leaf, jnp.zeros(2, jnp.uint32))
+def first_context(codec: LeafCodec, leaf: Leaf, key: ArrayLike = KEY) -> Context:
+  """Returns the context of a leaf's codec in the first step of a worker."""
+  memory = codec.bind(leaf).init(leaf, jnp.zeros(2, jnp.uint32))
   return Context(jnp.asarray(key), memory=memory, step=jnp.zeros([], jnp.int32))
 
 
@@ -104,7 +104,7 @@ def encode(
   """Encodes a leaf, by default with the context of a worker's first step."""
   leaf = Leaf(x.shape)
   bound = codec.bind(leaf)
-  given = (context or first_context(bound, leaf))._replace(key=jnp.asarray(key))
+  given = (context or first_context(codec, leaf))._replace(key=jnp.asarray(key))
   return payload_of(bound, x.astype(jnp.float32), given)
 
 
@@ -144,7 +144,7 @@ def batch(codec: LeafCodec, x: jax.Array, keys: jax.Array) -> Encoded:
   bound = codec.bind(leaf)
 
   def one(x: jax.Array, key: jax.Array) -> Encoded:
-    given = first_context(bound, leaf, key)._replace(agreed=bound.agree(x))
+    given = first_context(codec, leaf, key)._replace(agreed=bound.agree(x))
     return bound.encode_leaf(x.astype(jnp.float32), given, keep=True)._replace(own=())
 
   return jax.vmap(one)(x, keys)

@@ -111,8 +111,7 @@ def residuals_are_bounded(
   c = codec.bind(Leaf(shape)).contraction
   if codec.contraction <= 0:
     return
-  given: Any = {"exchange": "local", "feedback": "error", "min_leaf_size": 0}
-  tx = compress(codec, **given)
+  tx = compress(codec, exchange="local", feedback="error", min_leaf_size=0)
 
   @jax.jit
   def run(key: jax.Array) -> jax.Array:
@@ -177,7 +176,7 @@ def mean_is_the_leaf(  # noqa: PLR0913 - options of users, by keyword
   @jax.jit
   def decoded_by(keys: jax.Array) -> jax.Array:
     x = jnp.asarray(leaf)
-    own = context or leaves.first_context(codec.bind(Leaf(x.shape)), Leaf(x.shape))
+    own = context or leaves.first_context(codec, Leaf(x.shape))
 
     def one(key: jax.Array, number: jax.Array) -> jax.Array:
       given = own._replace(dither=dither(key, number)) if workers else own
@@ -250,8 +249,7 @@ def workers_choose_alike(codec: LeafCodec, x: ArrayLike | None = None) -> Findin
   @jax.jit
   def positions(x: jax.Array, worker: jax.Array) -> jax.Array | None:
     drawn = dither(jnp.asarray(leaves.KEY), worker)
-    bound = codec.bind(Leaf(x.shape))
-    context = leaves.first_context(bound, Leaf(x.shape))._replace(dither=drawn)
+    context = leaves.first_context(codec, Leaf(x.shape))._replace(dither=drawn)
     return total.sent_at(leaves.encode(codec, x, leaves.KEY, context).rows, x.size)
 
   first, second = (positions(y, i) for i, y in enumerate((leaf, 1 - 2 * leaf)))
