@@ -210,23 +210,17 @@ class _Factors(factors.Factors):
   def talk(self, leaves: Sequence[Array], memory: Sequence[Any]) -> factors.Talk:
     """Computes the share of the mean that is sent, while others average the factors."""
     stacks = [leaf.reshape(self._shape) for leaf in leaves]
-    old = [right for right, _ in memory]
-    sums = yield [*map(factors.left_factor, stacks, old)]
+    sums = yield [*map(factors.left_factor, stacks, (right for right, _ in memory))]
     basis = factors.each_orthonormal(jnp.concatenate(sums))
     lefts = basis.reshape(len(leaves), *sums[0].shape)
     rights = yield [*map(factors.right_factor, lefts, stacks)]
-    finite = [jnp.isfinite(x).all(axis=(1, 2), keepdims=True) for x in rights]
-    # Else a number that is not finite would reach its column alone.
-    pairs = zip(finite, rights, strict=True)
-    sent = [jnp.where(ok, (1 - self.mu) * right, jnp.nan) for ok, right in pairs]
-    shares = [
-      factors.multiplied(left, right).reshape(x.shape)
-      for left, right, x in zip(lefts, sent, leaves, strict=True)
-    ]
     start = factors.random_rows(jnp.zeros(2, jnp.uint32), self.rank, self._shape[2])
-    found = [factors.remembered(*pair, start) for pair in zip(old, rights, strict=True)]
-    kept = [
-      (jnp.where(ok, new, right), jnp.where(ok, left, last))
-      for ok, new, left, (right, last) in zip(finite, found, lefts, memory, strict=True)
-    ]
+    shares, kept = list[Array](), list[tuple[Array, Array]]()
+    for x, left, right, (old, last) in zip(leaves, lefts, rights, memory, strict=True):
+      finite = jnp.isfinite(right).all(axis=(1, 2), keepdims=True)
+      # Else a number that is not finite would reach its column alone.
+      sent = jnp.where(finite, (1 - self.mu) * right, jnp.nan)
+      shares.append(factors.multiplied(left, sent).reshape(x.shape))
+      new = factors.remembered(old, right, start)
+      kept.append((jnp.where(finite, new, old), jnp.where(finite, left, last)))
     yield shares, kept

@@ -134,14 +134,9 @@ class Eden(Codec):
     return self.block_size // 32 * self.bits + 2
 
   @property
-  def _stages(self) -> int:
-    """The additions of a rotation, the logarithm of a block."""
-    return self.block_size.bit_length() - 1
-
-  @property
-  def _halvings(self) -> int:
-    """The powers of two that scales make up for; levels make up for the others."""
-    return self.rotations * self._stages // 2
+  def _doublings(self) -> int:
+    """The additions of all rotations: scales make up for half, levels for the rest."""
+    return self.rotations * (self.block_size.bit_length() - 1)
 
   def encode_rows(self, tiles: Array, context: Context) -> Array:
     x, drawn = tiles.reshape(-1, self.block_size), context.drawn
@@ -164,7 +159,7 @@ class Eden(Codec):
     return in_order(add, rows.shape[1], self._decode(rows[:, 0]), unrolled=1)
 
   def _encode(self, x: Array, seeds: Array) -> Array:
-    turned, unit = _near_one(x, self._halvings)
+    turned, unit = _near_one(x, self._doublings // 2)
     for turn in range(self.rotations):
       turned = _hadamard(_with_signs(turned, seeds, turn))
     size, energy = jnp.abs(turned), sum_by_halves(held(turned * turned))
@@ -183,7 +178,7 @@ class Eden(Codec):
   def _decode(self, rows: Array) -> Array:
     codes = _unpacked(rows, self.block_size, self.bits)
     seeds, scale = rows[:, -2], planes.floats(rows[:, -1:])
-    back = 2.0 ** (_SPARE + self._halvings - self.rotations * self._stages)
+    back = 2.0 ** (_SPARE + self._doublings // 2 - self._doublings)
     levels = normal_levels(self.bits) * np.float32(back)
     level = _read(codes & np.uint32(len(levels) - 1), levels)
     turned = _hadamard(fixed_point.signed(level, sign_bit(codes << (32 - self.bits))))
@@ -230,8 +225,7 @@ def _with_signs(x: Array, seeds: Array, turn: int) -> Array:
   words, _ = threefry2x32(key, number, _ROUNDS)
   plane = jax.lax.broadcasted_iota(jnp.uint32, (1, 32, 1), 1)
   signs = (words[:, None] >> plane) << 31
-  bits = jax.lax.bitcast_convert_type(x, jnp.uint32) ^ signs.reshape(x.shape)
-  return jax.lax.bitcast_convert_type(bits, jnp.float32)
+  return planes.floats(planes.float_words(x) ^ signs.reshape(x.shape))
 
 
 def _hadamard(x: Array) -> Array:
