@@ -50,18 +50,11 @@ class Lossless(protocol.Codec):
 
   tile_size: ClassVar[int] = lossless.PLANES * lossless.COLUMNS
   row_words: ClassVar[int] = lossless.ROW_WORDS
-
-  @property
-  def contraction(self) -> float:
-    return contractions.of_energy(contractions.of_floats(2.0**-7, "nearest"))
-
-  @property
-  def largest(self) -> float:
-    return float(jnp.finfo(jnp.bfloat16).max)
+  contraction = contractions.of_energy(contractions.of_floats(2.0**-7, "nearest"))
+  largest: ClassVar[float] = float(jnp.finfo(jnp.bfloat16).max)
 
   @property
   def fallback(self) -> protocol.Codec:
-    """The codec that repeats a step with NaN, plain bfloat16 in equal tiles."""
     return Halves()
 
   def encode_rows(self, tiles: Array, context: Context) -> Array:
@@ -77,10 +70,7 @@ class Halves(protocol.Codec):
 
   tile_size: ClassVar[int] = Lossless.tile_size
   row_words: ClassVar[int] = Lossless.tile_size // 2
-
-  @property
-  def largest(self) -> float:
-    return Lossless().largest
+  largest: ClassVar[float] = Lossless.largest
 
   def encode_rows(self, tiles: Array, context: Context) -> Array:
     x = lossless.halves(tiles.reshape(-1, 2, lossless.PLANES // 2, lossless.COLUMNS))
