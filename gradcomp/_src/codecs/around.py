@@ -106,10 +106,6 @@ class Fitted(_Around, quantizing.Levels):
     scale = None if self.bucket_size else scales.scales(scales.tensor_norm(flat, "max"))
     return fitted.histogram(flat, bucket_size=words, scale=scale)
 
-  def scales_for(self, x: Array) -> Array:
-    planes, size = self.form.planes, self.bucket_size
-    return scales.scales(quantizing.scales_of(x, planes, size))
-
   def levels_for(self, x: Array, context: records.Context) -> tuple[Array]:
     """Returns the levels of the codec state, or else the elements' own."""
     if context.memory is not None and len(context.memory.shared):

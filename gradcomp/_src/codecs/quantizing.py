@@ -55,7 +55,6 @@ class RoundsAtRandom(Codec):
     return self.rounding == "stochastic"
 
   def to_nearest(self) -> Self:
-    """Returns the codec that rounds to nearest."""
     return dataclasses.replace(self, rounding="nearest")  # type: ignore[type-var]
 
   def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
@@ -108,7 +107,7 @@ class Elementwise(RoundsAtRandom, ByKernel):
 
   def scales_for(self, x: Array) -> Array | None:
     """Returns scales of a leaf or of tiles; None where the encoder finds them."""
-    return None
+    return scales.scales(scales_of(x, self.form.planes, self.bucket_size))
 
   def levels_for(self, x: Array, context: Context) -> tuple[Array, ...]:
     """Returns the levels, for an encoder that takes them."""

@@ -132,9 +132,6 @@ class Ternary(quantizing.Elementwise, quantizing.SharedScales):
     beyond = largest > limit if self.scaler == "clipped" else largest < jnp.inf
     return scales(jnp.where(beyond & jnp.isfinite(limit), limit, largest)), limit
 
-  def scales_for(self, x: Array) -> Array:
-    return scales(quantizing.scales_of(x, self.form.planes, self.bucket_size))
-
   def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
     scale, limit = context.agreed, context.measured
     if limit is None:
