@@ -221,10 +221,9 @@ def encode_leaves(
   starts = materialize.unknown([i * count for i in range(len(leaves))], every.words)
   result = []
   for at, leaf, matrix in zip(starts, leaves, matrices, strict=True):
-    parts = jax.tree.map(
+    own, kept, places = jax.tree.map(
       lambda x, at=at: materialize.slice_at(x, at, count), (every, selected, chosen)
     )
-    own, kept, places = parts
     rest = _rest(leaf, matrix, own, len(leaves) > 1)
     entries = None if places is None else (places.reshape(-1), own.unsent.reshape(-1))
     result.append(Encoded(own.words, rest, kept, *(entries or ())))
