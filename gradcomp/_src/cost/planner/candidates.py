@@ -91,8 +91,8 @@ def _packaged(name: str) -> Mapping[str, Any]:
 def _known(name: str, codec: Any, omega: float | None = None, **more: Any) -> Candidate:
   """Returns a candidate that keeps a residual if its codec is biased."""
   biased, records = not codec.unbiased, _packaged("accuracy.json").get(name, ())
-  known = getattr(codec, "density", None), tuple(Record(*x) for x in records)
-  return Candidate(name, codec, biased, biased, omega, *known, **more)
+  more["records"] = tuple(Record(*x) for x in records)
+  return Candidate(name, codec, biased, biased, omega, **more)
 
 
 DENSE = _known("float32", dense.Dense(), 0.0)
@@ -108,9 +108,9 @@ CANDIDATES = (
   _known("TernGrad", ternary.Ternary(), 1.006, last_dense=True),
   _known("APS (5, 2)", FloatCast(exponent_bits=5, mantissa_bits=2), 2.8e-3),
   _known("APS (4, 3)", FloatCast(exponent_bits=4, mantissa_bits=3), 7e-4),
-  _known("top 1 %", TopK(density=0.01), 0.916),
-  _known("top 0.1 %", TopK(density=0.001), 0.987),
-  _known("top 0.1 % ASQ", TopK(density=0.001, quantize="asq"), 0.989),
+  _known("top 1 %", TopK(density=0.01), 0.916, density=0.01),
+  _known("top 0.1 %", TopK(density=0.001), 0.987, density=0.001),
+  _known("top 0.1 % ASQ", TopK(density=0.001, quantize="asq"), 0.989, density=0.001),
 )
 
 
@@ -123,7 +123,7 @@ def as_candidate(given: Any) -> Candidate:
       "`candidates` must hold codecs, or those of gradcomp.cost.PlanOptions, got "
       f"{given!r}."
     )
-  return _known(name_of(given), given)
+  return _known(name_of(given), given, density=getattr(given, "density", None))
 
 
 def name_of(codec: protocol.LeafCodec) -> str:
