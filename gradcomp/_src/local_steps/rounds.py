@@ -202,14 +202,14 @@ class LocalRound:
     is_at = lambda at: (number >= at) & (number % self.every == at % self.every)
     rest = lambda state: (jax.tree.map(jnp.zeros_like, params), moved, state)
 
-    def send(state: FragmentState) -> tuple[Any, FragmentState]:
+    def send(state: FragmentState) -> FragmentState:
       note(Options((("every", self.every), ("delay", self.delay))))
       difference = jax.tree.map(jnp.negative, moved)
       mean, exchange = self.compressed.update(difference, state.exchange)
-      return mean, state._replace(exchange=exchange)
+      return state._replace(exchange=exchange, arriving=mean)
 
-    def arrive(mean: Any, state: FragmentState) -> tuple[Any, Any, FragmentState]:
-      at = jax.tree.map(wide, params)
+    def arrive(state: FragmentState) -> tuple[Any, Any, FragmentState]:
+      at, mean = jax.tree.map(wide, params), state.arriving
       given: dict[str, Any] = {}
       if value is not None:
         own = mark_varying(jnp.float32(value), self.axes)
@@ -217,19 +217,13 @@ class LocalRound:
       updates, outer_state = self.outer.update(mean, state.outer_state, at, **given)
       updates = optax.tree.cast_like(updates, params)
       left = jax.tree.map(self._left, moved, updates, params)
-      return updates, left, state._replace(outer_state=outer_state)
+      kept = mean if self.delay else None
+      return updates, left, state._replace(outer_state=outer_state, arriving=kept)
 
     if not self.delay:
-      sync = lambda state: arrive(*send(state))
-      return lax.cond(is_at(step), sync, rest, state)
-
-    def send_off(state: FragmentState) -> FragmentState:
-      mean, state = send(state)
-      return state._replace(arriving=mean)
-
-    state = lax.cond(is_at(step), send_off, lambda state: state, state)
-    come = lambda state: arrive(state.arriving, state)
-    return lax.cond(is_at(step + self.delay), come, rest, state)
+      return lax.cond(is_at(step), lambda state: arrive(send(state)), rest, state)
+    state = lax.cond(is_at(step), send, lambda state: state, state)
+    return lax.cond(is_at(step + self.delay), arrive, rest, state)
 
   def _left(self, moved: jax.Array, update: jax.Array, x: jax.Array) -> jax.Array:
     """Returns the displacement from the updated parameters, after mixing."""

@@ -188,10 +188,9 @@ def local_steps(  # noqa: PLR0913 - options of users, by keyword
 
     def first(fragment: range) -> states.FragmentState:
       leaves = rounds.select_fragment(params, fragment)
-      zeros = jax.tree.map(lambda x: jnp.zeros_like(rounds.wide(x)), leaves)
-      exchange = compressed.init(leaves)
-      outer_state = outer.init(jax.tree.map(rounds.wide, leaves))
-      return states.FragmentState(exchange, outer_state, zeros if delay else None)
+      wide = jax.tree.map(rounds.wide, leaves)
+      arriving = jax.tree.map(jnp.zeros_like, wide) if delay else None
+      return states.FragmentState(compressed.init(leaves), outer.init(wide), arriving)
 
     own = rounds.first_own(params, names, inner.init)
     parts = map(first, rounds.split_fragments(params, fragments))

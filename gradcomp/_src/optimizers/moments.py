@@ -39,19 +39,6 @@ class MomentsState(NamedTuple):
   exchange: CompressState  # the residuals of the momenta, and their key
 
 
-@dataclasses.dataclass(frozen=True)
-class Steps:
-  """A warm-up of a number of steps."""
-
-  steps: int
-
-  def ended(
-    self, count: jax.Array, nu: Any, norm: jax.Array, span: int
-  ) -> tuple[jax.Array, jax.Array]:
-    """Returns whether it ended after ``count`` steps, and the norm to keep."""
-    return count >= self.steps, norm
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stable(checks.Checked):
   r"""Ends the warm-up once the variance hardly changes, as 1-bit Adam does.
@@ -88,6 +75,7 @@ class Stable(checks.Checked):
   def ended(
     self, count: jax.Array, nu: Any, norm: jax.Array, span: int
   ) -> tuple[jax.Array, jax.Array]:
+    """Returns whether it ended after ``count`` steps, and the norm to keep."""
     due = count % span == 0
     now = sum(map(of_leaf, jax.tree.leaves(nu)), jnp.float32(0))
     now = jnp.where(due, now, norm)
@@ -95,17 +83,14 @@ class Stable(checks.Checked):
     return due & alike & (norm > 0) & (count >= self.least), now
 
 
-Warmup = Steps | Stable  # rules for its end
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Moments(checks.Checked):
   """The options of the moments: their decays, floor, and the exchange of momenta."""
 
   b1: float = checks.field(..., checks.BELOW_1)
   b2: float = checks.field(..., checks.BELOW_1)
   eps: float
-  warmup: Warmup
+  warmup: int | Stable  # its steps, or the rule for its end
   variance: Variance = checks.field(..., checks.choice(Variance))
   compressed: Any  # the optax transformation of the momenta
   axis_name: AxisName | None
@@ -116,8 +101,7 @@ class Moments(checks.Checked):
     wide = lambda x: jnp.promote_types(x.dtype, jnp.float32)
     mu = jax.tree.map(lambda x: jnp.zeros_like(x, wide(x)), params)
     nu = jax.tree.map(lambda m: jnp.zeros_like(m, jnp.finfo(m.dtype).dtype), mu)
-    zero = lambda: jnp.zeros([], jnp.int32)
-    counts = zero(), zero(), zero(), zero()
+    counts = (jnp.zeros([], jnp.int32) for _ in range(4))
     first = self.compressed.init(mu)
     return MomentsState(*counts, jnp.zeros([], jnp.float32), mu, nu, first)
 
@@ -125,10 +109,8 @@ class Moments(checks.Checked):
     self, across: place.Place, grads: Any, state: MomentsState, params: Any, like: Any
   ) -> tuple[Any, MomentsState]:
     """Returns a step at a rate of 1 in the dtypes of ``like``, and the next state."""
-    count = optax.safe_increment(state.count)
-
-    def dense(grads: Any, state: MomentsState) -> MomentsState:
-      return self.averaged(grads, state._replace(count=count), across.axes)
+    is_sent = state.count != state.dense
+    state = state._replace(count=optax.safe_increment(state.count))
 
     def own(grads: Any, mu: Any) -> tuple[Any, Any]:
       # Addends of a sum have a share of the mean momentum each.
@@ -137,9 +119,9 @@ class Moments(checks.Checked):
     def compressed(grads: Any, state: MomentsState) -> MomentsState:
       apart = shard_maps.per_device(own, grads, across, keeps=True)
       momenta, _ = apart(grads, state.mu)
-      return self.exchanged(momenta, state._replace(count=count))
+      return self.exchanged(momenta, state)
 
-    is_sent = state.count != state.dense
+    dense = lambda grads, state: self.averaged(grads, state, across.axes)
     state = lax.cond(is_sent, compressed, dense, grads, state)
     return self.direction(state, state.count, like), state
 
@@ -176,8 +158,11 @@ class Moments(checks.Checked):
 
   def _counted(self, state: MomentsState) -> MomentsState:
     """Counts an update of the variance, and decides which step has the next."""
-    span = round(1 / (1 - self.b2))
-    ended, norm = self.warmup.ended(state.count, state.nu, state.norm, span)
+    if isinstance(self.warmup, int):
+      ended, norm = state.count >= self.warmup, state.norm
+    else:
+      span = round(1 / (1 - self.b2))
+      ended, norm = self.warmup.ended(state.count, state.nu, state.norm, span)
     later = state.later + (ended | (state.later > 0))
     gap = 2 ** jnp.minimum((later - 1) // _GAPS, 30)
     after = _NEVER if self.variance == "frozen" else state.count + gap - 1
@@ -199,7 +184,7 @@ class Moments(checks.Checked):
     return jax.tree.map(lambda v: jnp.sqrt(v) + self.eps, self.variances(state))
 
   def variances(self, state: MomentsState) -> Any:
-    """Returns the corrected variance, with its floor once momenta were sent."""
+    """Returns the corrected variances, with their floor once momenta were sent."""
     sent = state.count > state.updates
     nu = optax.tree.bias_correction(state.nu, self.b2, state.updates)
 
