@@ -229,8 +229,7 @@ def local_steps(  # noqa: PLR0913 - options of users, by keyword
     moved, inner_state = round_.own_step(grads, state.own, params, extra_args)
     count: Any = optax.safe_increment(state.count)
     number = count - start  # of the local step
-    given = moved, params, value
-    new, moved, kept = round_.all_share(number, state.fragments, *given)
+    new, moved, kept = round_.all_share(number, state.fragments, moved, params, value)
     stored = rounds.stored((moved, inner_state))
     return new, states.LocalStepsState(count, states.OwnSteps({names: stored}), kept)
 

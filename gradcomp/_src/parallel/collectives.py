@@ -11,7 +11,7 @@ from jax import lax
 from gradcomp._src import checks
 from gradcomp._src.codecs.sums import tiles
 from gradcomp._src.exchange import collectives
-from gradcomp._src.mesh import axes, types
+from gradcomp._src.mesh import types
 from gradcomp._src.parallel import options, transport
 from gradcomp._src.parallel.options import CollectiveOptions, Key, Wire
 
@@ -223,8 +223,7 @@ def sum_gradients(x: jax.Array, **given: Unpack[options.SumOptions]) -> jax.Arra
   """
   _, wire, key = options.opened(sum_gradients, x, given, own="coded")
   x = jnp.asarray(x)
-  names = axes.axis_names(wire.axis_name)
-  varying = tuple(name for name in names if name in types.varying_axes(x))
+  varying = tuple(sorted(types.varying_axes(x)))
 
   def back(cotangent: jax.Array, wire: Wire, key: Key) -> jax.Array:
     # The cotangent has the type of x.

@@ -83,7 +83,7 @@ def gather(  # noqa: PLR0913 - options of users, by keyword
     Zhao et al., `PyTorch FSDP <https://arxiv.org/abs/2304.11277>`_, 2023, section 3;
     Markov et al., `QSDP <https://arxiv.org/abs/2302.02390>`_, 2023, section 3
   """
-  wire = options.shard_wire(axis_name, params, grads, residual)
+  wire, back = options.shard_wires(axis_name, params, grads, residual)
   key = options.checked_key(key, wire.codec, wire.backward)
   x = jnp.atleast_1d(options.checked_floats(w_shard))
   axis = options.checked_axis("axis", axis, x.ndim)
@@ -104,7 +104,8 @@ def gather(  # noqa: PLR0913 - options of users, by keyword
 
   def backward(saved: Any, cotangent: jax.Array) -> tuple[Any, ...]:
     residual, key = saved
-    return *scatter_gradient(cotangent, residual, wire, key, axis), None
+    later = options.folded(key, 1)
+    return *transport.reduce_parts(cotangent, residual, back, later, axis), None
 
   whole = options.transposed(forward, backward, pairs(x), residual, key)
   whole = like_complex(whole, x)
@@ -133,15 +134,6 @@ def gather_residual(
   axis = options.checked_axis("axis", axis, x.ndim)
   zeros = jnp.zeros(_residual_shape(x, axis, size), jnp.float32)
   return types.mark_varying(zeros, axis_name, x)
-
-
-def scatter_gradient(
-  cotangent: jax.Array, residual: Any, wire: options.Wire, key: options.Key, axis: int
-) -> tuple[jax.Array, Any]:
-  """Returns the sum of the cotangents of this worker's shard, and the new residual."""
-  # The cotangent is one of the whole weight; wire and key are of the forward pass.
-  back = dataclasses.replace(wire.reversed, own="exact")
-  return transport.reduce_parts(cotangent, residual, back, options.folded(key, 1), axis)
 
 
 def _residual_shape(x: jax.Array, axis: int, size: int) -> tuple[int, ...]:
@@ -224,7 +216,7 @@ def gather_matmul(  # noqa: PLR0913 - options of users, by keyword
   References:
     Rouhani et al., `2023 <https://arxiv.org/abs/2310.10537>`_, section 3
   """
-  wire = options.shard_wire(axis_name, params, grads, residual)
+  wire, back = options.shard_wires(axis_name, params, grads, residual)
   of_w = wire.codec
   of_x = of_w.to_nearest() if inputs is None else policy.stateless("inputs", inputs)
   key = options.checked_key(key, of_w, wire.backward, of_x)
@@ -269,7 +261,8 @@ def gather_matmul(  # noqa: PLR0913 - options of users, by keyword
     flat = cotangent.reshape(-1, cotangent.shape[-1])
     of_inputs = product.dot(flat, whole, 0).astype(x_dtype).reshape(x_shape)
     of_whole = product.dot(flat.T, given, 0).astype(w_dtype)
-    of_shard, new = scatter_gradient(of_whole, residual, wire, key, 0)
+    later = options.folded(key, 1)
+    of_shard, new = transport.reduce_parts(of_whole, residual, back, later, 0)
     return of_inputs, of_shard, new, None
 
   return options.transposed(forward, backward, x, w, residual, key)

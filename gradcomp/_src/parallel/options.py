@@ -92,14 +92,15 @@ def wire(
   return Wire(axis_name, forward, back, own, size), checked_key(key, forward, back)
 
 
-def shard_wire(
+def shard_wires(
   axis_name: axes.AxisName, params: Any, grads: Any, residual: Any
-) -> Wire:
-  """Returns the wire of a weight that is gathered, and of its gradient."""
+) -> tuple[Wire, Wire]:
+  """Returns the wires of a weight that is gathered, and of its gradient."""
   size = axes.require_size(axis_name)
   forward = codec_of("params", params)
   back = codec_of("grads", grads, corrected=residual is not None)
-  return Wire(axis_name, forward, back, "coded", size)
+  of_weight = Wire(axis_name, forward, back, "coded", size)
+  return of_weight, dataclasses.replace(of_weight.reversed, own="exact")
 
 
 def codec_of(name: str, codec: Any, *, corrected: bool | None = None) -> protocol.Codec:

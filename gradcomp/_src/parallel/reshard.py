@@ -1,6 +1,5 @@
 """``reshard``: a compressed ``jax.reshard``, in a map or on an Explicit mesh."""
 
-import dataclasses
 import functools
 from typing import Any, Literal, NamedTuple, Required, TypedDict, Unpack, overload
 
@@ -104,24 +103,31 @@ def reshard(  # noqa: PLR0913 - options of users, by keyword
     named |= {*specs.sharded_axes(source), *source.unreduced}
   outside = not any(axes.bound_size(name) for name in named)
   given = P(unreduced=named) if source is None else source
-  lies = jax.typeof(x).sharding
-  given = lies.spec if outside else given
+  given = types.typed_spec(x) if outside else given
+  mesh = jax.typeof(x).sharding.mesh
   if spec is None:
     cut = specs.names_by_axis(given, x.ndim)
     spec = specs.spec_of([[x for x in names if x not in named] for names in cut])
   move = _move(given, spec, x.ndim, codec)
   if not outside:
     axes.require_size(move.axis_name)
-  way: Any = _Path(move, given, spec, lies.mesh) if outside else move
+  elif mesh.empty or any(kind != AxisType.Explicit for kind in mesh.axis_types):
+    raise ValueError(
+      "`x` must be inside a map that binds the axes, or lie on a mesh whose axes are "
+      f"all Explicit, got {mesh.axis_names} of {mesh.axis_types}; call this inside "
+      "jax.shard_map."
+    )
+  else:
+    move = move._replace(mesh=mesh)
   if residual is not None:
     refuse = functools.partial(_refuse, residual.shape)
-    refused = jax.custom_vjp(way.run)
+    refused = jax.custom_vjp(move.run)
     refused.defvjp(refuse, refuse)
     return refused(x, key, residual)
   if not outside:
-    return way.run(x, key)[0]
-  back = lambda key, cotangent: (way.pull(cotangent, key), None)
-  return options.transposed(lambda x, key: (way.run(x, key)[0], key), back, x, key)
+    return move.run(x, key)[0]
+  back = lambda key, cotangent: (move.pull(cotangent, key), None)
+  return options.transposed(lambda x, key: (move.run(x, key)[0], key), back, x, key)
 
 
 def _refuse(shape: tuple[int, ...], *_: Any) -> Any:
@@ -138,8 +144,49 @@ class _Move(NamedTuple):
   axis_name: axes.AxisName
   axis: int  # of the array, that is, or will be, sharded
   codec: protocol.Codec
+  source: P
+  target: P
+  mesh: AbstractMesh | None = None  # with Explicit axes; None inside a map
 
   def run(self, x: jax.Array, key: options.Key, residual: Any = None) -> Any:
+    """Returns the array in the target sharding, and the new residual."""
+    if self.mesh is None:
+      return self._send(x, key, residual)
+    kept, result = map(specs.reduced_spec, (self.source, self.target))
+    if self.kind != "gather":
+      kept = specs.stack_spec(self.axis_name, kept)
+    # If types are checked, JAX lets only its own sums take addends.
+    mapped = jax.shard_map(
+      self._send,
+      mesh=self.mesh,
+      in_specs=(self.source, P(), kept),
+      out_specs=(result, kept),
+      check_vma=False,
+    )
+    x, residual = mapped(x, key, residual)
+    return self._cast(x, self.target) if self.target.reduced else x, residual
+
+  def pull(self, cotangent: jax.Array, key: options.Key) -> jax.Array:
+    """Returns the cotangent of the argument; of addends it is ``reduced``."""
+    names = set(axes.axis_names(self.axis_name))
+    reduced = lambda spec: P(*specs.entries(spec), reduced=names)
+    if self.kind == "sum":
+      return self._cast(cotangent, reduced(self.target))
+    if self.kind == "gather" and not self.target.reduced:
+      return self._cast(cotangent, self.source)
+    if self.kind == "gather":
+      source = P(*specs.entries(self.target), unreduced=names)
+      back = self._replace(kind="scatter", source=source, target=self.source)
+    else:
+      target = reduced(self.source)
+      back = self._replace(kind="gather", source=self.target, target=target)
+    return back.run(cotangent, options.folded(key, 1))[0]
+
+  def _cast(self, x: jax.Array, spec: P) -> jax.Array:
+    assert self.mesh is not None
+    return jax.reshard(x, NamedSharding(self.mesh, spec))
+
+  def _send(self, x: jax.Array, key: options.Key, residual: Any = None) -> Any:
     """Sends a worker's array and residual; returns the result and the new residual."""
     given: Any = {"axis_name": self.axis_name, "codec": self.codec, "key": key}
     if residual is None and self.kind == "sum":
@@ -183,72 +230,17 @@ def _move(source: P, target: P, ndim: int, codec: protocol.Codec) -> _Move:
   """Returns the collective from one spec to another; ValueError if there is none."""
   before, after = (specs.names_by_axis(spec, ndim) for spec in (source, target))
   changed = [i for i in range(len(after)) if before[i : i + 1] != after[i : i + 1]]
-  addends = frozenset(source.unreduced)
+  addends, of = frozenset(source.unreduced), (codec, source, target)
   if addends and not target.unreduced:
     if not changed:
-      return _Move("sum", axes.as_axis_name(tuple(sorted(addends))), 0, codec)
+      return _Move("sum", axes.as_axis_name(tuple(sorted(addends))), 0, *of)
     (axis, *more) = changed
     if not more and not before[axis] and set(after[axis]) == addends:
-      return _Move("scatter", axes.as_axis_name(after[axis]), axis, codec)
+      return _Move("scatter", axes.as_axis_name(after[axis]), axis, *of)
   elif len(changed) == 1 and not addends and not after[changed[0]]:
-    return _Move("gather", axes.as_axis_name(before[changed[0]]), changed[0], codec)
+    return _Move("gather", axes.as_axis_name(before[changed[0]]), changed[0], *of)
   raise ValueError(
     "`spec` must lead from addends to their sum, replicated or sharded along one "
     "array axis over the same mesh axes, or from shards to the whole of one array "
     f"axis, got {target} for an array of {source}; use jax.reshard for other changes."
   )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Path:
-  """A change from one sharding to another, on a mesh with Explicit axes."""
-
-  move: _Move
-  source: P
-  target: P
-  mesh: AbstractMesh
-
-  def __post_init__(self) -> None:
-    mesh = self.mesh
-    if mesh.empty or any(kind != AxisType.Explicit for kind in mesh.axis_types):
-      raise ValueError(
-        "`x` must be inside a map that binds the axes, or lie on a mesh whose axes are "
-        f"all Explicit, got {mesh.axis_names} of {mesh.axis_types}; call this inside "
-        "jax.shard_map."
-      )
-
-  def run(self, x: jax.Array, key: options.Key, residual: Any = None) -> Any:
-    """Returns the array in the target sharding, and the new residual."""
-    kept, result = map(specs.reduced_spec, (self.source, self.target))
-    if self.move.kind != "gather":
-      kept = specs.stack_spec(self.move.axis_name, kept)
-    # If types are checked, JAX lets only its own sums take addends.
-    mapped = jax.shard_map(
-      self.move.run,
-      mesh=self.mesh,
-      in_specs=(self.source, P(), kept),
-      out_specs=(result, kept),
-      check_vma=False,
-    )
-    x, residual = mapped(x, key, residual)
-    return self._cast(x, self.target) if self.target.reduced else x, residual
-
-  def pull(self, cotangent: jax.Array, key: options.Key) -> jax.Array:
-    """Returns the cotangent of the argument; of addends it is ``reduced``."""
-    names = set(axes.axis_names(self.move.axis_name))
-    reduced = lambda spec: P(*specs.entries(spec), reduced=names)
-    if self.move.kind == "sum":
-      return self._cast(cotangent, reduced(self.target))
-    if self.move.kind == "gather" and not self.target.reduced:
-      return self._cast(cotangent, self.source)
-    if self.move.kind == "gather":
-      move = self.move._replace(kind="scatter")
-      source = P(*specs.entries(self.target), unreduced=names)
-      back = _Path(move, source, self.source, self.mesh)
-    else:
-      move = self.move._replace(kind="gather")
-      back = _Path(move, self.target, reduced(self.source), self.mesh)
-    return back.run(cotangent, options.folded(key, 1))[0]
-
-  def _cast(self, x: jax.Array, spec: P) -> jax.Array:
-    return jax.reshard(x, NamedSharding(self.mesh, spec))
