@@ -23,7 +23,6 @@ Variance = Literal["frozen", "doubling"]
 
 _STEPS = (0, 1, 10, 100, 1000, 10_000, 100_000)  # at which rates are compared
 _GAPS = 16  # updates of the variance at each gap, as in the experiments of 0/1 Adam
-_NEVER = -1  # no step has this number
 
 
 class MomentsState(NamedTuple):
@@ -165,7 +164,7 @@ class Moments(checks.Checked):
       ended, norm = self.warmup.ended(state.count, state.nu, state.norm, span)
     later = state.later + (ended | (state.later > 0))
     gap = 2 ** jnp.minimum((later - 1) // _GAPS, 30)
-    after = _NEVER if self.variance == "frozen" else state.count + gap - 1
+    after = -1 if self.variance == "frozen" else state.count + gap - 1  # no step's
     return state._replace(
       dense=jnp.where(later > 0, after, state.count),
       updates=state.updates + 1,
@@ -203,9 +202,9 @@ def require_agreement(
   """Compares arguments of an optimizer: schedules by some rates, masks by leaves."""
   if agreement.is_alone():
     return
-  decay, mask = told["weight_decay"], told["mask"]
+  mask = told["mask"]
   rates = {x: _at_steps(y) for x, y in told.items() if callable(y) and x != "mask"}
-  if callable(mask) and params is not None and decoupled(decay, mask):
+  if callable(mask) and params is not None and decoupled(told["weight_decay"], mask):
     mask = mask(params)
   leaves = jax.tree_util.tree_leaves_with_path(mask)
   masked = {f"mask{jax.tree_util.keystr(path)}": x for path, x in leaves}

@@ -154,10 +154,7 @@ def checked_floats(x: Any, name: str = "x", *, real: bool = False) -> jax.Array:
 def checked_axis(name: str, axis: Any, ndim: int) -> int:
   """Returns the number of an array axis, 0 or more; ValueError otherwise."""
   rule = f"an axis of an array with {ndim} axes"
-  number = checks.static_integer(name, rule, axis)
-  if not -ndim <= number < ndim:
-    raise ValueError(f"`{name}` must be {rule}, got {number}.")
-  return number % ndim
+  return checks.static_integer(name, rule, axis, least=-ndim, most=ndim - 1) % ndim
 
 
 # The bits of a message have no derivative: JAX would take zeros for it in silence.

@@ -69,11 +69,8 @@ class LayerScan:
 
   def __call__(self, carry: Any, given: Given) -> tuple[Any, Any]:
     """Returns the last carry, and the stacked outputs of the layers."""
-
-    def run(carry: Any, given: Given) -> tuple[Any, Any]:
-      return self._walk(lambda *layer: (self.body(*layer), None), carry, given)[0]
-
-    scan = jax.custom_vjp(run)
+    plain = lambda *layer: (self.body(*layer), None)
+    scan = jax.custom_vjp(lambda carry, given: self._walk(plain, carry, given)[0])
     scan.defvjp(self._forward, self._backward)
     return scan(carry, given)
 
@@ -121,8 +118,7 @@ class LayerScan:
     result, pull, rest = jax.vjp(saved, floats, has_aux=True)
     leaves, treedef = jax.tree.flatten(pull)
     known = jax.tree.leaves((closed, layer))
-    place = lambda x: next((i for i, y in enumerate(known) if x is y), None)
-    places = list(map(place, leaves))
+    places = [next((i for i, y in enumerate(known) if x is y), None) for x in leaves]
     own = [x if at is None else None for x, at in zip(leaves, places, strict=True)]
 
     def again(own: Any, known: Sequence[jax.Array], cotangent: Any) -> Any:
