@@ -87,8 +87,7 @@ def local_steps(  # noqa: PLR0913 - options of users, by keyword
 
   Updates are zeros, except those of ``outer``, which are equal on all workers. So all
   workers have bit-identical parameters after every step: evaluate and save these. Only
-  :math:`d_i`, the state of ``inner`` and the residual differ between workers. Nothing
-  is sent in other steps.
+  :math:`d_i`, the state of ``inner`` and the residual differ between workers.
 
   docs/methods/local-steps.md has the settings of DiLoCo, SparseLoCo, MuLoCo, post-local
   SGD and Streaming DiLoCo. With ``start=T`` the first T steps are data-parallel: in

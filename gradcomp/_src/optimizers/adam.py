@@ -78,8 +78,7 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
   It departs from the papers in four ways:
 
   - A step that averages gradients sends no momenta: the mean updates :math:`m`, and
-    residuals are kept. With ``local`` such a step follows an exchange, and may end a
-    gap early.
+    residuals are kept. With ``local`` it follows an exchange, and may end a gap early.
   - Workers send :math:`u_i / \Gamma`, not :math:`u_i`, so that gaps of one step equal
     steps without ``local``. Weights decay where all move.
   - An element with :math:`v = 0` has had no gradient and stays. Its first momentum sets

@@ -164,7 +164,7 @@ class Moments(checks.Checked):
       ended, norm = self.warmup.ended(state.count, state.nu, state.norm, span)
     later = state.later + (ended | (state.later > 0))
     gap = 2 ** jnp.minimum((later - 1) // _GAPS, 30)
-    after = -1 if self.variance == "frozen" else state.count + gap - 1  # no step's
+    after = -1 if self.variance == "frozen" else state.count + gap - 1  # -1: no step
     return state._replace(
       dense=jnp.where(later > 0, after, state.count),
       updates=state.updates + 1,
