@@ -154,7 +154,7 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
   sends = transform.compress(
     codec, axis_name=axis_name, exchange=exchange, feedback=feedback, **options
   )
-  parts: Any = moments.Moments(b1, b2, eps, end, variance, sends, axis_name, floor)
+  parts: Any = moments.Moments(eps, end, sends, axis_name, b1, b2, variance, floor)
   if local is not None:
     if axis_name is None:
       raise ValueError(

@@ -86,13 +86,13 @@ class Stable(checks.Checked):
 class Moments(checks.Checked):
   """The options of the moments: their decays, floor, and the exchange of momenta."""
 
-  b1: float = checks.field(..., checks.BELOW_1)
-  b2: float = checks.field(..., checks.BELOW_1)
   eps: float
   warmup: int | Stable  # its steps, or the rule for its end
-  variance: Variance = checks.field(..., checks.choice(Variance))
   compressed: Any  # the optax transformation of the momenta
   axis_name: AxisName | None
+  b1: float = checks.field(..., checks.BELOW_1)
+  b2: float = checks.field(..., checks.BELOW_1)
+  variance: Variance = checks.field(..., checks.choice(Variance))
   floor: float = checks.field(..., checks.BELOW_1)
 
   def init(self, params: Any) -> MomentsState:
@@ -100,7 +100,8 @@ class Moments(checks.Checked):
     wide = lambda x: jnp.promote_types(x.dtype, jnp.float32)
     mu = jax.tree.map(lambda x: jnp.zeros_like(x, wide(x)), params)
     nu = jax.tree.map(lambda m: jnp.zeros_like(m, jnp.finfo(m.dtype).dtype), mu)
-    counts = (jnp.zeros([], jnp.int32) for _ in range(4))
+    zero = lambda: jnp.zeros([], jnp.int32)
+    counts = zero(), zero(), zero(), zero()
     first = self.compressed.init(mu)
     return MomentsState(*counts, jnp.zeros([], jnp.float32), mu, nu, first)
 
