@@ -119,11 +119,20 @@ def read(ptx: str, trips: int) -> dict[str, Program]:
     name = re.match(r"\.visible \.entry (\w+)", entry)
     threads = re.search(r"\.(?:req|max)ntid (\d+)", entry)
     assert name and threads, entry[:200]
-    loads, operations = Counter[int](), _operations(entry, trips)
+    # Inline assembly has several in a line.
+    texts = (line.partition("//")[0] for line in entry.splitlines())
+    parts = [part.strip() for text in texts for part in re.findall(r"[^;]+;?", text)]
+    # ptxas leaves nearly all of mov out.
+    run = r"(?:@!?%p\d+\s+)?(?!mov\b)([a-z][^\s;]*).*;$"
+    operations = _counted(parts, trips, r"\bbra(?:\.uni)?\s+(\S+);", ";", run)
+    loads = Counter[int]()
     for operation, times in operations.items():
       if access := _LOAD.match(operation):
         loads[int(access[1] or 1) * int(access[2]) // 8] += times
-    found = operations.total(), loads, _counts(sass[name[1]], trips)
+    lines = [line.strip() for line in sass[name[1]].splitlines()]
+    run = r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?(?!NOP\b)([A-Z]\w*)"
+    counts = _counted(lines, trips, r"\bBRA.*?`\((\.L\w+)\)", "*/", run)
+    found = operations.total(), loads, counts
     programs[name[1]] = Program(int(threads[1]), *report[name[1]], *found)
   return programs
 
@@ -147,12 +156,16 @@ def _assemble(ptx: str) -> tuple[dict[str, tuple[int, int, int]], dict[str, str]
 
 
 def _output(*command: str) -> str:
-  done = subprocess.run(command, capture_output=True, text=True, check=True)
-  return done.stdout + done.stderr
+  return subprocess.check_output(command, stderr=subprocess.STDOUT, text=True)
 
 
-def _times(lines: list[str], branch: str, code: str, trips: int) -> list[int]:
-  """Returns how often each line runs: those of a loop over planes ``trips`` times."""
+def _counted(
+  lines: list[str], trips: int, branch: str, code: str, name: str
+) -> Counter[str]:
+  """Returns how often instructions run: those of a loop over planes ``trips`` times.
+
+  ``branch`` and ``name`` are patterns, and ``code`` is in each line of code.
+  """
   labels = {line[:-1]: i for i, line in enumerate(lines) if line.endswith(":")}
   times = [1] * len(lines)
   for i, line in enumerate(lines):
@@ -161,33 +174,11 @@ def _times(lines: list[str], branch: str, code: str, trips: int) -> list[int]:
     # Back, but not to itself, which is the end of the program.
     if any(code in line for line in lines[start:i]):
       times[start : i + 1] = [trips * count for count in times[start : i + 1]]
-  return times
-
-
-def _counts(code: str, trips: int) -> dict[str, int]:
-  """Returns how often each instruction of the GPU runs in a thread."""
-  lines = [line.strip() for line in code.splitlines()]
-  times = _times(lines, r"\bBRA.*?`\((\.L\w+)\)", "*/", trips)
   counts = Counter[str]()
   for line, number in zip(lines, times, strict=True):
-    if found := re.match(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?(?!NOP\b)([A-Z]\w*)", line):
+    if found := re.match(name, line):
       counts[found[1]] += number
   return counts
-
-
-def _operations(entry: str, trips: int) -> Counter[str]:
-  """Returns how often each operation of a program runs."""
-  # Inline assembly has several in a line.
-  texts = (line.partition("//")[0] for line in entry.splitlines())
-  lines = [part.strip() for text in texts for part in re.findall(r"[^;]+;?", text)]
-  found = Counter[str]()
-  times = _times(lines, r"\bbra(?:\.uni)?\s+(\S+);", ";", trips)
-  for line, count in zip(lines, times, strict=True):
-    line = re.sub(r"^@!?%p\d+\s+", "", line)
-    # ptxas leaves nearly all of mov out.
-    if re.match(r"(?!mov\b)[a-z]", line) and line.endswith(";"):
-      found[line.rstrip(";").split()[0]] += count
-  return found
 
 
 def check(cases: dict[str, Any], dump: str) -> tuple[list[str], list[str]]:

@@ -27,7 +27,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from benchmarks.common import cli, tables
 from benchmarks.links import launch, process, results
@@ -57,7 +56,9 @@ def compiled(mesh: Mesh, function: Any, *shapes: tuple[int, ...]) -> process.Tim
   rng = np.random.default_rng(jax.process_index())
   local = [rng.standard_normal(shape, np.float32) for shape in shapes]
   arrays = tuple(process.spread(mesh, x) for x in local)
-  mapped = jax.shard_map(function, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+  mapped = jax.shard_map(
+    function, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data")
+  )
   program = jax.jit(mapped).lower(*arrays).compile()
   return process.Timed(program, lambda: arrays)
 
@@ -200,17 +201,15 @@ def measure(hosts: list[Host], cell: dict[str, Any], args: argparse.Namespace) -
 
 
 def markdown(found: dict[str, Any]) -> str:
-  paragraphs = [
-    "# Activations over limited links",
+  head = (
+    "# Activations over limited links\n\n"
     "Medians in milliseconds. `python -m benchmarks.links activations` writes this "
-    "file, and says what is measured.",
-  ]
-  for run in found["runs"]:
-    paragraphs += results.paragraphs(run, run["programs"] and _run_tables(run))
-  return "\n\n".join(paragraphs) + "\n"
+    "file, and says what is measured."
+  )
+  return results.page(found, head, "programs", _tables)
 
 
-def _run_tables(run: dict[str, Any]) -> list[str]:
+def _tables(run: dict[str, Any]) -> list[str]:
   sizes, hosts = Sizes(**run["sizes"]), run["hosts"]
   seconds = {name: x["median_seconds"] for name, x in run["programs"].items()}
   speed, lines = bits_per_second(run["rate"]), []

@@ -121,21 +121,15 @@ def overlap(sends: list[Span], works: list[Span]) -> dict[str, float]:
   >>> overlap([(0, 2e9), (5e9, 6e9)], [(1e9, 4e9)])
   {'collectives': 3.0, 'work': 3.0, 'both': 1.0}
   """
-  found = map(united, (sends, works, sends + works))
-  under_way, work, either = (1e-9 * sum(y - x for x, y in spans) for spans in found)
-  both = max(0.0, under_way + work - either)
-  return {"collectives": under_way, "work": work, "both": both}
-
-
-def united(spans: list[Span]) -> list[Span]:
-  """Joins spans of time that meet."""
-  found: list[Span] = []
-  for start, end in sorted(spans):
-    if found and start <= found[-1][1]:
-      first, last = found.pop()
-      start, end = first, max(end, last)
-    found.append((start, end))
-  return found
+  edges = np.unique([*sends, *works])
+  # Between two edges is a span if more of its kind have begun than ended.
+  begun = lambda times: np.searchsorted(np.sort(times), edges[:-1], "right")
+  starts_and_ends = lambda spans: np.reshape(spans, (-1, 2)).T
+  under_way, work = (
+    np.greater(*map(begun, starts_and_ends(x))) for x in (sends, works)
+  )
+  kinds = {"collectives": under_way, "work": work, "both": under_way & work}
+  return {name: float(np.diff(edges)[on].sum() / 1e9) for name, on in kinds.items()}
 
 
 def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -152,25 +146,21 @@ def measure(hosts: list[Host], cell: dict[str, Any], args: argparse.Namespace) -
 
 
 def markdown(found: dict[str, Any]) -> str:
-  paragraphs = [
-    "# Layers in a loop over limited links",
+  head = (
+    "# Layers in a loop over limited links\n\n"
     "Medians in milliseconds, from the batch to the means. `python -m "
     "benchmarks.links layers` writes this file, and says what is measured. *Exchange*: "
     "what is left of a step without the same without an exchange. *Under way*: the "
     "collectives of one call, traced on a host; *and computing*: for how long of that "
     "any of its threads computed. *Exposed*: the share of the bytes, by "
     "`gradcomp.overlap_report`. "
-    f"JAX {found['machine']['jax']}.",
-  ]
-  for run in found["runs"]:
-    what = (
-      f"{run['layers']} dense layers of {run['width']}, {run['batch']} rows a host. "
-    )
-    paragraphs += results.paragraphs(run, run["steps"] and [_table(run)], what)
-  return "\n\n".join(paragraphs) + "\n"
+    f"JAX {found['machine']['jax']}."
+  )
+  what = "{layers} dense layers of {width}, {batch} rows a host. "
+  return results.page(found, head, "steps", _tables, what)
 
 
-def _table(run: dict[str, Any]) -> str:
+def _tables(run: dict[str, Any]) -> list[str]:
   alone = run["steps"][ALONE]["median_seconds"]
   lines = []
   for name, step in run["steps"].items():
@@ -184,7 +174,7 @@ def _table(run: dict[str, Any]) -> str:
     lines[-1] += [f"{1e3 * trace[kind]:.0f}" for kind in ("collectives", "both")]
     lines[-1] += [f"{trace['exposed_share']:.0%}"]
   header = "step,ms,exchange,MB sent,collectives,under way,and computing,exposed"
-  return tables.table(header.split(","), lines)
+  return [tables.table(header.split(","), lines)]
 
 
 def report(mesh: jax.sharding.Mesh, options: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import json
 import operator
 import pathlib
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks.links import launch
@@ -84,16 +85,22 @@ def replaced(found: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
   return found | {"runs": [*runs, new]}
 
 
-def paragraphs(run: dict[str, Any], parts: list[str], what: str = "") -> list[str]:
-  """Says what links carried, and how busy the machine was, before what was found."""
-  load, cores = run["load_and_cores"]
-  said = (
-    f"{what}Raw TCP carries {8e-6 * min(run['probe']):,.0f} Mbit/s or more. "
-    f"{run['repeats']} calls of each program. The load of the machine's {cores:.0f} "
-    f"cores was {load:.1f} before."
-  )
-  missed = ["This machine does not reach the rate."]
-  return [f"## {run['hosts']} hosts, {run['rate']}", said, *(parts or missed)]
+def page(
+  found: dict[str, Any], head: str, kind: str, tables: Callable, what: str = ""
+) -> str:
+  """Says of each run what links carried, and how busy the machine was; then tables."""
+  parts = [head]
+  for run in found["runs"]:
+    load, cores = run["load_and_cores"]
+    parts += [f"## {run['hosts']} hosts, {run['rate']}"]
+    parts += [
+      f"{what.format(**run)}Raw TCP carries {8e-6 * min(run['probe']):,.0f} Mbit/s or "
+      f"more. {run['repeats']} calls of each program. The load of the machine's "
+      f"{cores:.0f} cores was {load:.1f} before."
+    ]
+    missed = ["This machine does not reach the rate."]
+    parts += tables(run) if run[kind] else missed
+  return "\n\n".join(parts) + "\n"
 
 
 def speed_up(step: dict[str, Any]) -> float:
