@@ -50,15 +50,12 @@ def resnet50(leaves: int | None = None) -> list[jax.Array]:
 
 def resnet50_shapes() -> list[tuple[int, ...]]:
   """Returns the shapes of ResNet-50's 161 leaves, which have 25,557,032 elements."""
-  shapes: list[tuple[int, ...]] = [(7, 7, 3, 64), (64,), (64,)]
-  channels = 64
+  kernels, channels = [(7, 7, 3, 64)], 64
   for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
     for block in range(blocks):
-      out = 4 * width
-      shapes += [(1, 1, channels, width), (width,), (width,)]
-      shapes += [(3, 3, width, width), (width,), (width,)]
-      shapes += [(1, 1, width, out), (out,), (out,)]
-      if block == 0:
-        shapes += [(1, 1, channels, out), (out,), (out,)]
-      channels = out
-  return [*shapes, (channels, 1000), (1000,)]
+      kernels += [(1, 1, channels, width), (3, 3, width, width)]
+      kernels += [(1, 1, width, 4 * width)]
+      kernels += [(1, 1, channels, 4 * width)] * (block == 0)
+      channels = 4 * width
+  normed = (x for kernel in kernels for x in (kernel, kernel[-1:], kernel[-1:]))
+  return [*normed, (channels, 1000), (1000,)]

@@ -87,12 +87,12 @@ def cases(target: str, extent: targets.Extent) -> dict[str, Case]:
   }
 
 
-def row(target: str, case: Case) -> tuple[dict[str, Any], str]:
+def row(target: str, case: Case) -> tuple[dict[str, Any], Any]:
   function, *shapes = program(CODECS[case.codec], case.operation, case.shape)
-  facts, text = _compiled(target, function, shapes)
+  compiled, facts = _compiled(target, function, shapes)
   found = case._asdict() | {"shape": " x ".join(map(str, case.shape))}
   found |= {"leaf_bytes": 4 * math.prod(case.shape), "unit": _unit(target, case.shape)}
-  return found | facts, text
+  return found | facts, compiled
 
 
 def program(codec: Any, operation: str, shape: tuple[int, ...]) -> tuple[Any, ...]:
@@ -136,14 +136,13 @@ def _kept(codec: Any, key: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Arra
 def _unit(target: str, shape: tuple[int, ...]) -> int | None:
   """Returns the cycles of ``x + 1``."""
   x = jax.ShapeDtypeStruct(shape, jnp.float32)
-  facts, _ = _compiled(target, lambda x: x + 1, [x])
+  _, facts = _compiled(target, lambda x: x + 1, [x])
   return sum(facts["cycles"].values()) if facts["cycles"] else None
 
 
-def _compiled(target: str, function: Any, shapes: Any) -> tuple[dict[str, Any], str]:
+def _compiled(target: str, function: Any, shapes: Any) -> tuple[Any, dict[str, Any]]:
   """Compiles a function for each device of a target by itself."""
   found, whole = targets.TARGETS[target], jax.P()
   # Kernels of Pallas learn from the map which GPU they are for.
   made = mapped(found.mesh(), function, shapes, whole, whole, check_vma=False)
-  compiled, facts = hlo.compile_for(found, *made)
-  return facts, compiled.as_text()
+  return hlo.compile_for(found, *made)

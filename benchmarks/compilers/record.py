@@ -37,12 +37,12 @@ def compile_row(table: str, target: str, case: str, dump: str) -> dict[str, Any]
   """Compiles a case, or says why that failed."""
   module = importlib.import_module(f"benchmarks.compilers.{table}")
   try:
-    row, text = module.row(target, module.cases(target, "all")[case])
+    row, compiled = module.row(target, module.cases(target, "all")[case])
   except Exception as error:  # of a compiler, or of JAX: the table says it
     return {"error": f"{type(error).__name__}: {str(error)[:600]}"}
   if dump:
     name = re.sub(r"\W+", "_", f"{target} {case}")
-    pathlib.Path(dump, f"{name}.hlo").write_text(text)
+    pathlib.Path(dump, f"{name}.hlo").write_text(compiled.as_text())
   return row
 
 

@@ -188,14 +188,14 @@ def cases(target: str, extent: targets.Extent) -> dict[str, Case]:
   return {case.name: case for case in every if extent != "quick" or case.name in quick}
 
 
-def row(target: str, case: Case) -> tuple[dict[str, Any], str]:
+def row(target: str, case: Case) -> tuple[dict[str, Any], Any]:
   compiled, facts = _compiled(target, case)
   found = {
     "gradient": 4 * sum(x.size for x in jax.tree.leaves(case.net().params())),
     "unit": _unit(target, case.scanned),
     "wire": _wire(compiled) | {"explained": _explained(case)},
   }
-  return found | kept(facts), compiled.as_text()
+  return found | kept(facts), compiled
 
 
 def kept(facts: dict[str, Any]) -> dict[str, Any]:

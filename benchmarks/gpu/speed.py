@@ -45,7 +45,6 @@ _COMPILERS = 8  # threads
 
 _QUICK = ["qsgd 4 bit nearest", "eight_bit linear, nearest"]
 
-
 Call = Callable[[jax.Array], Any]  # runs a program on a gradient
 
 

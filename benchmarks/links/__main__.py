@@ -49,6 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     f"folder of {case.FILE}.json and .md",
     argv=given[1:],
     loopback=cli.Option(False, help="links that nothing limits"),
+    limit=cli.Option(900.0, help="seconds until workers have failed"),
     **case.OPTIONS,
   )
   if args.loopback:

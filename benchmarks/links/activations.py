@@ -41,7 +41,6 @@ OPTIONS = {
   "rates": cli.Option(["1gbit", "100mbit"], ["1gbit"], "in tc's words"),
   "hosts": cli.Option(4, 2),
   "repeats": cli.Option(5, 1, "at most 2 below 500 Mbit/s"),
-  "limit": cli.Option(900.0, help="seconds until workers have failed"),
 }
 PLAIN = "lax"  # JAX's own collective, in float32
 _TYPES: Any = ("dynamic_tree", "linear", "mantissa", "static_tree")
@@ -92,20 +91,14 @@ def products(
 
 
 def whole_step(
-  mesh: Mesh,
-  codec: str,
-  samples: int,
-  inputs: int,
-  outputs: int,
-  passes: int,
-  ahead: bool,
+  mesh: Mesh, codec: str, rows: int, inputs: int, outputs: int, passes: int, ahead: bool
 ) -> process.Timed:
   """Computes the gradients of the layer and of its inputs, in so many passes."""
   way: dict[str, Any] = {"axis_name": "data", "passes": passes, "prefetch": ahead}
   way["codec"] = CODECS[codec]
   losses = lambda w, x: sub_batches(lambda batch, _: layer(w, batch), x, **way)
   grads = jax.grad(lambda w, x: jnp.sum(losses(w, x)), (0, 1))
-  return compiled(mesh, grads, (inputs, outputs // mesh.size), (samples, inputs))
+  return compiled(mesh, grads, (inputs, outputs // mesh.size), (rows, inputs))
 
 
 PROGRAMS: dict[str, Callable[..., process.Timed]] = {

@@ -34,7 +34,6 @@ OPTIONS = {
   "layers": cli.Option(8, 3),
   "width": cli.Option(1024, 64),
   "batch": cli.Option(128, 8, "rows of each host"),
-  "limit": cli.Option(300.0, help="seconds until workers have failed"),
 }
 _SIZES = ("layers", "width", "batch", "repeats")
 PLAIN = "plain mean, behind"

@@ -68,7 +68,6 @@ OPTIONS = {
   "layers": cli.Option(4, 1),
   "length": cli.Option(16, help="tokens in a sequence"),
   "batch": cli.Option(1, help="sequences a host and step"),
-  "limit": cli.Option(500.0, help="seconds until workers have failed"),
 }
 _SETTINGS = "hosts round_trip every rounds steps width layers length batch".split()
 RATE = 1e-3

@@ -55,7 +55,6 @@ OPTIONS = {
   "mib": cli.Option(64, 1, "size of the equal leaves together, in f32"),
   "repeats": cli.Option(5, 1, "2 at most below 500 Mbit/s"),
   "codecs": cli.Option([*methods.STEPS], _FEW, "all exchanges of these", methods.STEPS),
-  "limit": cli.Option(900.0, help="seconds after which workers have failed"),
   "hooks": cli.Option([*_HOOKS], ["fp8"], "of PyTorch's DDP", choices=_HOOKS),
   "torch": cli.Option(sys.executable, help="a Python with PyTorch; empty for none"),
 }
@@ -206,14 +205,8 @@ def _carried(run: dict[str, Any]) -> str:
   return f"* {run['rate']}: raw TCP carries {least:,.0f} Mbit/s or more.{end}"
 
 
-def _own(grads: list[jax.Array]) -> list[jax.ShapeDtypeStruct]:
-  """Returns structs of what a host has."""
-  own = lambda x: x.sharding.shard_shape(x.shape)
-  return [jax.ShapeDtypeStruct(own(x), x.dtype) for x in grads]
-
-
 def steps(
-  mesh: jax.sharding.Mesh, grads: list[jax.Array], names: list[str]
+  mesh: jax.sharding.Mesh, grads: list[jax.Array], like: list[Any], names: list[str]
 ) -> Iterator[tuple[str, process.Timed]]:
   """Compiles the plain mean, and then each step that is named.
 
@@ -221,7 +214,7 @@ def steps(
   gradient's place, as in a train step. The state goes on from call to call, so that
   fitted levels, signs that take turns and low-rank factors are those of a training.
   """
-  hosts, like = mesh.size, _own(grads)
+  hosts = mesh.size
   copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
   def timed(update: Any, state: Any, specs: Any, updates: bool) -> process.Timed:
@@ -253,11 +246,10 @@ def steps(
 
 
 def parts(
-  mesh: jax.sharding.Mesh, grads: list[jax.Array], codec: Codec
+  mesh: jax.sharding.Mesh, grads: list[jax.Array], like: list[Any], codec: Codec
 ) -> Iterator[tuple[str, process.Timed]]:
   """Compiles a two_shot exchange of equal leaves as programs that hand results on."""
-  hosts, like = mesh.size, _own(grads)
-  key = jnp.array([1, 2], jnp.uint32)
+  hosts, key = mesh.size, jnp.array([1, 2], jnp.uint32)
   rows = -(-like[0].size // codec.tile_size)  # of a leaf
 
   def encode(*leaves: jax.Array) -> jax.Array:
@@ -276,10 +268,8 @@ def parts(
     return jax.lax.all_gather(own, "data", tiled=True)
 
   def decode(matrix: jax.Array) -> list[jax.Array]:
-    own = (matrix[i * rows : (i + 1) * rows] for i in range(len(like)))
-    return [
-      codec.decode(Payload(x), like=leaf) for x, leaf in zip(own, like, strict=True)
-    ]
+    payload = lambda i: Payload(matrix[i * rows : (i + 1) * rows])
+    return [codec.decode(payload(i), like=leaf) for i, leaf in enumerate(like)]
 
   values: tuple[jax.Array, ...] = tuple(grads)
   for function in (encode, all_to_all, average_own, all_gather, decode):
@@ -293,11 +283,12 @@ def parts(
 def report(mesh: jax.sharding.Mesh, options: dict[str, Any]) -> dict[str, Any]:
   """Times exchanges on one host, whose gradients are donated as in a train step."""
   rng = np.random.default_rng(options["rank"])
-  given = [tuple(shape) for shape in options["shapes"]]
-  grads = [process.spread(mesh, rng.standard_normal(x, np.float32)) for x in given]
-  whole = dict(steps(mesh, grads, options["steps"]))
-  in_parts = "qsgd-4 two_shot" in whole and len(set(given)) == 1
+  own = [rng.standard_normal(shape, np.float32) for shape in options["shapes"]]
+  like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in own]
+  given = mesh, [process.spread(mesh, x) for x in own], like
+  whole = dict(steps(*given, options["steps"]))
+  in_parts = "qsgd-4 two_shot" in whole and len({x.shape for x in own}) == 1
   kinds = {"steps": whole}
-  kinds["parts"] = dict(parts(mesh, grads, methods.IN_PARTS)) if in_parts else {}
+  kinds["parts"] = dict(parts(*given, methods.IN_PARTS)) if in_parts else {}
   found = process.measure(mesh, whole | kinds["parts"], options)
   return {kind: {name: found[name] for name in own} for kind, own in kinds.items()}

@@ -71,17 +71,15 @@ def model_of(name: str, grads: list[torch.Tensor]) -> DistributedDataParallel:
   if method == "fp8":
     model.register_comm_hook(None, _float8)
   if method == "powersgd":
-    first = 2  # the least that the hook allows
-    way = {"matrix_approximation_rank": int(rank), "start_powerSGD_iter": first}
-    state = powerSGD_hook.PowerSGDState(None, **way)
-    model.register_comm_hook([state, first], _powersgd)
+    way = {"matrix_approximation_rank": int(rank)}
+    way["start_powerSGD_iter"] = 2  # the least that the hook allows
+    model.register_comm_hook(powerSGD_hook.PowerSGDState(None, **way), _powersgd)
   return model
 
 
-def _powersgd(held: list[Any], bucket: dist.GradBucket) -> _Future:
+def _powersgd(state: powerSGD_hook.PowerSGDState, bucket: dist.GradBucket) -> _Future:
   """Runs the hook, but sends nothing in the steps before buckets are final."""
-  state = held[0]
-  if state.iter < held[1]:
+  if state.iter < state.start_powerSGD_iter:
     state.maybe_increase_iter(bucket)
     return _done(bucket.buffer())
   return powerSGD_hook.powerSGD_hook(state, bucket)
