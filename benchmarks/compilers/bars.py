@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from benchmarks.compilers import record, targets
 
 FILE = Path(__file__).with_name("bars.toml")
-_RECORD = record.FOLDER / "codecs.jsonl"
 _LEAF = "4096 x 4096"  # which the bars are for
 
 Row = Mapping[str, Any]
@@ -56,10 +55,6 @@ def above(row: Row, bar: Bar) -> bool:
   return cycles > bar.cycles or kept > bar.temporaries + 0.01
 
 
-def of(row: Row) -> Bar:
-  return own().get((row["codec"], row["operation"]), COMMON[row["operation"]])
-
-
 def needed(rows: Iterable[Row]) -> dict[tuple[str, str], Bar]:
   """Returns the lowest bars that rows above the common ones need."""
   known, needing = own(), set[tuple[str, str]]()
@@ -75,7 +70,8 @@ def needed(rows: Iterable[Row]) -> dict[tuple[str, str], Bar]:
 
 def write() -> None:
   lines = [FILE.read_text().partition("\n\n")[0].strip()]
-  for (codec, operation), bar in needed(record.read(_RECORD).values()).items():
+  rows = record.read(record.FOLDER / "codecs.jsonl").values()
+  for (codec, operation), bar in needed(rows).items():
     lines += ["", f'["{codec}".{operation}]', f"cycles = {bar.cycles}"]
     lines += [f"temporaries = {bar.temporaries}", f'reason = "{bar.reason}"']
   FILE.write_text("\n".join(lines) + "\n")

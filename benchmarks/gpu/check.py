@@ -46,6 +46,7 @@ _STEPS = {f"train step, {bits} bit": bits for bits in (8, 4)}
 _QUICK = ("float_cast (3, 0) nearest_even", "eight_bit linear, blocks, nearest")
 _PROCESSES = min(16, os.cpu_count() or 1)
 _note = functools.partial(print, "note:", file=sys.stderr, flush=True)
+_SUBNORMAL = 2.0**-126 - 2.0**-149  # the largest: by so much may values differ
 _KERNEL = "mosaic_gpu"  # what XLA calls Pallas kernels
 
 Arrays = list[tuple[np.ndarray, ...]]
@@ -106,7 +107,8 @@ def _differences(case: Case, title: str, expected: Arrays, found: Arrays) -> lis
         given = (tuple(map(jnp.asarray, outputs)) for outputs in (right, arrays))
         right, arrays = jax.device_get([*map(case.values, given)])
     for a, b in zip(right, arrays, strict=True):
-      same = _near(a, b) if by_value else a.view(np.uint32) == b.view(np.uint32)
+      near = np.isclose(a, b, rtol=0, atol=_SUBNORMAL, equal_nan=True)
+      same = near if by_value else a.view(np.uint32) == b.view(np.uint32)
       if not same.all():
         at = int(np.argmin(same.reshape(-1)))
         lines.append(
@@ -114,13 +116,6 @@ def _differences(case: Case, title: str, expected: Arrays, found: Arrays) -> lis
           f"at {at}: {b.reshape(-1)[at]!r} instead of {a.reshape(-1)[at]!r}"
         )
   return lines
-
-
-def _near(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-  """Returns which values are equal, both NaN, or a subnormal number apart."""
-  with np.errstate(invalid="ignore"):
-    near = np.abs(a - b) < 2.0**-126  # the smallest normal number
-  return (np.isnan(a) & np.isnan(b)) | (a == b) | near
 
 
 def train_step(bits: int) -> list[str]:

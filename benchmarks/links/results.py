@@ -40,20 +40,20 @@ def combine(reports: list[Any], kind: str, interface: str) -> dict[str, dict[str
   return results
 
 
-def merge(runs: list[dict[str, Any]], new: dict[str, Any]) -> list[dict[str, Any]]:
-  """Returns the runs with a new one, whose steps join those of the same cell.
+def merge(found: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+  """Returns results with a new run, whose steps join those of the same cell.
 
   A step, a part or a failure that was there before is replaced, and so is the probe, if
   there is a new one.
   """
-  for i, old in enumerate(runs):
-    if _key(old) == _key(new):
-      joined = old | new | {"probe": new["probe"] or old["probe"]}
-      joined |= {kind: old[kind] | new[kind] for kind in ("steps", "parts", "failed")}
-      for name in new["steps"]:
-        joined["failed"].pop(name, None)
-      return [*runs[:i], joined, *runs[i + 1 :]]
-  return [*runs, new]
+  runs = {_key(run): run for run in found["runs"]}
+  if old := runs.get(_key(new)):
+    joined = old | new | {"probe": new["probe"] or old["probe"]}
+    joined |= {kind: old[kind] | new[kind] for kind in ("steps", "parts", "failed")}
+    for name in new["steps"]:
+      joined["failed"].pop(name, None)
+    new = joined
+  return found | {"runs": [*(runs | {_key(new): new}).values()]}
 
 
 def find(

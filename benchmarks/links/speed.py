@@ -42,6 +42,7 @@ from gradcomp._src.codecs.sums.records import Payload
 from gradcomp._src.exchange.collectives import scatter
 from gradcomp.codecs import Codec, Context
 
+joined = results.merge
 BASELINE = "plain f32 mean"
 FILE = "link_speed"
 _HOOKS = ("fp16", "fp8", "powersgd-1", "powersgd-2", "powersgd-4")
@@ -122,10 +123,6 @@ def measure(hosts: list[Host], cell: dict[str, Any], args: argparse.Namespace) -
   show(cell)
   if differ := [name for name, x in cell["steps"].items() if not x["same_bits"]]:
     sys.exit(f"The hosts of a step did not get the same bits: {', '.join(differ)}.")
-
-
-def joined(found: dict[str, Any], cell: dict[str, Any]) -> dict[str, Any]:
-  return found | {"runs": results.merge(found["runs"], cell)}
 
 
 def show(run: dict[str, Any]) -> None:

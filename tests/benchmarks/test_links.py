@@ -47,12 +47,13 @@ def test_the_slowest_host_takes_the_time():
 def test_cells_stay_apart_and_steps_join():
   again = run({"b": took(4)}, probe=[], failed={"c": "hung after 60 s"})
   once = run({"a": took(1), "b": took(2)}), run({"a": took(3)}, rate="100mbit")
-  runs = functools.reduce(results.merge, (*once, again), [])
+  found = functools.reduce(results.merge, (*once, again), {"runs": []})
+  runs = found["runs"]
   assert [len(run["steps"]) for run in runs] == [2, 1]
   first = results.find(runs, hosts=2, rate="1gbit", leaves=1)
   assert first["steps"] == {"a": took(1), "b": took(4)}
   assert first["probe"] == [1.2e8, 1.1e8] and first["failed"]
-  runs = results.merge(runs, run({"c": took(5)}))
+  runs = results.merge(found, run({"c": took(5)}))["runs"]
   assert not runs[0]["failed"]
   with pytest.raises(KeyError):
     results.find(runs, hosts=4, rate="1gbit", leaves=1)
