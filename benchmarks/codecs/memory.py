@@ -21,17 +21,16 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 import gradcomp
 from benchmarks.common import cli, shapes, tables
+from benchmarks.links.methods import EXCHANGES, GROUPED
 from gradcomp import ErrorFeedback, MomentumFeedback, codecs
 from gradcomp._src.core.feedback import Feedback
-from gradcomp._src.exchange.auto import ExchangeName
-from gradcomp.exchange import Hierarchical
 
 WORKERS = 4
 SHAPE = (1024, 1024)
@@ -52,7 +51,6 @@ CODECS: dict[str, codecs.Codec] = {
   "TopK, 0.1 %": codecs.TopK(density=0.001),
   "RandomK, 1 %": codecs.RandomK(density=0.01),
 }
-EXCHANGES = tuple(x for x in get_args(ExchangeName) if x not in ("auto", "local"))
 FEEDBACKS: dict[str | None, Feedback | None] = {
   None: None,
   "error": ErrorFeedback(),
@@ -67,14 +65,13 @@ COLUMNS: dict[str, tuple[str | None, int]] = {
   f"error, {SEVERAL} leaves": ("error", SEVERAL),
 }
 QUICK = "bfloat16"  # compiles fastest
-_GROUPED = Hierarchical(group_size=2)
 
 
 class Case(NamedTuple):
   """One way to exchange a gradient."""
 
   codec: str
-  exchange: ExchangeName
+  exchange: str
   feedback: str | None
   leaves: int = 1
 
@@ -103,9 +100,9 @@ def cases() -> list[Case]:
 
 def transformation(case: Case) -> Any:
   """Builds a case's transformation; ValueError where its parts do not go together."""
-  exchange = _GROUPED if case.exchange == _GROUPED.name else case.exchange
   way: Any = {"axis_name": "data", "feedback": FEEDBACKS[case.feedback]}
-  return gradcomp.compress(CODECS[case.codec], exchange=exchange, **way)
+  way["exchange"] = GROUPED if case.exchange == GROUPED.name else case.exchange
+  return gradcomp.compress(CODECS[case.codec], **way)
 
 
 def measure(case: Case, shape: tuple[int, ...] = SHAPE) -> Memory:

@@ -36,18 +36,17 @@ from benchmarks.links import launch, results
 CASES = ("speed", "layers", "activations", "local")
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
   sys.stdout.reconfigure(line_buffering=True)
-  given = sys.argv[1:] if argv is None else argv
   parser = cli.parser(__doc__)
   parser.add_argument("case", choices=CASES)
-  name = parser.parse_args(given[:1]).case
+  name = parser.parse_args(sys.argv[1:2]).case
   case = importlib.import_module(f"benchmarks.links.{name}")
   args = cli.options(
     case.__doc__,
     case.QUICK,
     f"folder of {case.FILE}.json and .md",
-    argv=given[1:],
+    argv=sys.argv[2:],
     loopback=cli.Option(False, help="links that nothing limits"),
     limit=cli.Option(900.0, help="seconds until workers have failed"),
     **case.OPTIONS,

@@ -121,13 +121,14 @@ def overlap(sends: list[Span], works: list[Span]) -> dict[str, float]:
   {'collectives': 3.0, 'work': 3.0, 'both': 1.0}
   """
   edges = np.unique([*sends, *works])
-  # Between two edges is a span if more of its kind have begun than ended.
-  begun = lambda times: np.searchsorted(np.sort(times), edges[:-1], "right")
-  starts_and_ends = lambda spans: np.reshape(spans, (-1, 2)).T
-  under_way, work = (
-    np.greater(*map(begun, starts_and_ends(x))) for x in (sends, works)
-  )
-  kinds = {"collectives": under_way, "work": work, "both": under_way & work}
+  past = lambda times: np.searchsorted(np.sort(times), edges[:-1], "right")
+
+  def under_way(spans: list[Span]) -> np.ndarray:
+    starts, ends = np.reshape(spans, (-1, 2)).T
+    return past(starts) > past(ends)
+
+  kinds = {"collectives": under_way(sends), "work": under_way(works)}
+  kinds["both"] = kinds["collectives"] & kinds["work"]
   return {name: float(np.diff(edges)[on].sum() / 1e9) for name, on in kinds.items()}
 
 

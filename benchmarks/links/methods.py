@@ -27,7 +27,7 @@ from gradcomp._src.transforms.low_rank import PowerSGD
 from gradcomp.exchange import Hierarchical
 
 GROUPED = Hierarchical(group_size=2)
-_ALL = tuple(name for name in get_args(ExchangeName) if name not in ("auto", "local"))
+EXCHANGES = tuple(x for x in get_args(ExchangeName) if x not in ("auto", "local"))
 _GATHERS = ("all_gather", "two_shot", "ring")
 _SUMS = ("two_shot", "psum")
 _CHAINS = ("two_shot", "ring")
@@ -67,7 +67,7 @@ CASES: dict[str, Case] = {
   "f32": Case(codecs.Dense(), ("psum",)),
   "bf16": Case(BF16, ("all_gather", "two_shot")),
   "f16": Case(F16, _CHAINS),
-  **{f"qsgd-{bits}": Case(codecs.QSGD(bits=bits), _ALL) for bits in (8, 4, 2)},
+  **{f"qsgd-{bits}": Case(codecs.QSGD(bits=bits), EXCHANGES) for bits in (8, 4, 2)},
   "qsgd-4 shared": Case(codecs.QSGD(bits=4, share_scale=True), _SUMS),
   **{
     f"qsgd-{n} fitted": Case(codecs.QSGD(bits=n, **_FITTED), _GATHERS) for n in (4, 2)
