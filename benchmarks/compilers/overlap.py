@@ -163,7 +163,6 @@ def _sharded(mesh: Any, form: str) -> tuple[Any, tuple[Any, ...]]:
 
   def step(shards: jax.Array, layers: jax.Array, x: jax.Array) -> jax.Array:
     whole = layers if form == OWNERS else None
-
     scan = lambda shards: parallel.scan(_layer, x, shards, whole=whole, **way)[0]
     loss = lambda shards: _mean_square(scan(shards))
     return shards - (0.1 * jax.grad(loss)(shards)).astype(shards.dtype)
