@@ -279,10 +279,8 @@ def _connect(end: tuple[str, int], deadline: float) -> socket.socket:
 def free_ports(count: int) -> list[int]:
   """Finds ports that nothing listens on."""
   with contextlib.ExitStack() as stack:
-    sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-    for one in sockets:
-      one.bind(("", 0))
-    return [one.getsockname()[1] for one in sockets]
+    listen = lambda: stack.enter_context(socket.create_server(("", 0)))
+    return [listen().getsockname()[1] for _ in range(count)]
 
 
 if __name__ == "__main__":
