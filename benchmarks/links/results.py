@@ -92,14 +92,13 @@ def page(
   parts = [head]
   for run in found["runs"]:
     load, cores = run["load_and_cores"]
-    parts += [f"## {run['hosts']} hosts, {run['rate']}"]
     parts += [
+      f"## {run['hosts']} hosts, {run['rate']}",
       f"{what.format(**run)}Raw TCP carries {8e-6 * min(run['probe']):,.0f} Mbit/s or "
       f"more. {run['repeats']} calls of each program. The load of the machine's "
-      f"{cores:.0f} cores was {load:.1f} before."
+      f"{cores:.0f} cores was {load:.1f} before.",
     ]
-    missed = ["This machine does not reach the rate."]
-    parts += tables(run) if run[kind] else missed
+    parts += tables(run) if run[kind] else ["This machine does not reach the rate."]
   return "\n\n".join(parts) + "\n"
 
 
