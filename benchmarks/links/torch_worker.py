@@ -143,10 +143,8 @@ def measure(grads: list[torch.Tensor], options: dict[str, Any]) -> dict[str, Any
 
 def main(options: dict[str, Any]) -> Any:
   rank, count = options["rank"], len(options["ends"])
-  host, _, port = options["coordinator"].rpartition(":")
-  dist.init_process_group(
-    "gloo", init_method=f"tcp://{host}:{port}", rank=rank, world_size=count
-  )
+  meeting = f"tcp://{options['coordinator']}"
+  dist.init_process_group("gloo", meeting, rank=rank, world_size=count)
   rng = np.random.default_rng(rank)
   draw = lambda shape: torch.from_numpy(rng.standard_normal(shape[::-1], np.float32))
   grads = [draw(shape) for shape in options["shapes"]]
