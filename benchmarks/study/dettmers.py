@@ -19,7 +19,7 @@ from a saved state has the bits of one that nobody stopped.
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ import numpy as np
 import optax
 
 from benchmarks.common.trainer import Trainer, point
-from benchmarks.study.model_parallel import convolutions, hybrid, ways
+from benchmarks.study.model_parallel import convolutions, ways
 from benchmarks.study.settings import Setting
 from examples.lib import cut_layers
 from examples.lib import images as data
@@ -97,6 +97,7 @@ def trainer(images: data.ImageSet, setting: Setting) -> Trainer:
     return jnp.stack([losses.sum(), (logits.argmax(axis=-1) == labels).sum()])
 
   first = jax.jit(way.start)
+  start = lambda seed: first(key_of(seed, 0))
   key_of = lambda seed, number: jax.random.fold_in(jax.random.key(seed), number)
 
   def batches(seed: int) -> Iterator[data.Split]:
@@ -125,27 +126,18 @@ def trainer(images: data.ImageSet, setting: Setting) -> Trainer:
     own, plain = of(setting.codec), of("f32")
     return {"bytes_a_step": float(own), "ratio": own / plain, "exchanges": []}
 
-  return Trainer(
-    setting.steps,
-    setting.evaluated,
-    lambda seed: first(key_of(seed, 0)),
-    batches,
-    step,
-    test,
-    sent,
-  )
+  return Trainer(setting.steps, setting.evaluated, start, batches, step, test, sent)
 
 
 def _way(setting: Setting, codec: str, side: int, classes: int) -> ways.Way:
-  way = cast(Literal["data", "model"], setting.way)
-  arm = ways.Arm(way, CODECS[way][codec])
+  sent = CODECS[setting.way][codec]
   rule = functools.partial(ways.rmsprop, make_schedule(setting))
   if setting.network in UNITS:
     sizes = side**2, HIDDEN, HIDDEN, cut_layers.padded(classes, ways.WORKERS)
     init = functools.partial(cut_layers.init, sizes=sizes, unit=UNITS[setting.network])
-    make = ways.by_data if way == "data" else ways.by_model
-    return make(arm, _dense(setting, classes), init, rule())
-  return hybrid.by_both(arm, NETS[setting.network](side), classes, rule)
+    make = ways.by_data if setting.way == "data" else ways.by_model
+    return make(sent, _dense(setting, classes), init, rule())
+  return convolutions.by_both(sent, NETS[setting.network](side), classes, rule)
 
 
 def _dense(setting: Setting, classes: int) -> Callable[..., jax.Array]:

@@ -11,6 +11,7 @@ a device waits for others. Where it overlaps with the computation, it may be bel
 time that the bytes need on the wire.
 """
 
+import functools
 import statistics
 import time
 from collections.abc import Iterator
@@ -136,7 +137,8 @@ def split(seconds: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def trainer(task: Task, source: tasks.Source, setting: Setting) -> Trainer:
-  program, _ = compile_step(task, chain(setting), next(batches(source, setting, 0)))
+  drawn = functools.partial(batches, source, setting)
+  program, _ = compile_step(task, chain(setting), next(drawn(0)))
 
   def start(seed: int) -> Any:
     params = task.init_params(seed)
@@ -156,12 +158,4 @@ def trainer(task: Task, source: tasks.Source, setting: Setting) -> Trainer:
     params = jax.eval_shape(lambda: task.init_params(0))
     return emulated.sent_bytes(chain(setting), params, setting.workers)
 
-  return Trainer(
-    setting.steps,
-    setting.evaluated,
-    start,
-    lambda seed: batches(source, setting, seed),
-    step,
-    test,
-    sent,
-  )
+  return Trainer(setting.steps, setting.evaluated, start, drawn, step, test, sent)

@@ -34,9 +34,8 @@ def trainer(task: Task, source: tasks.Source, setting: settings.Setting) -> Trai
   workers = setting.workers
   exchange, after = methods.make(setting)
   arrays = jax.device_put(source.arrays)
-  whole = optimizers.WHOLE.get(setting.codec)
-
-  axes_of = _axes if whole else own
+  in_place = optimizers.WHOLE.get(setting.codec)
+  axes_of = _axes if in_place else own
 
   @functools.partial(jax.jit, static_argnames="together")
   def gradients(
@@ -61,7 +60,7 @@ def trainer(task: Task, source: tasks.Source, setting: settings.Setting) -> Trai
   @jax.jit
   def at(params: Any, kept: Any) -> Any:
     """Returns the parameters of each worker, or None where they are all the same."""
-    if not (whole and whole.moves):
+    if not (in_place and in_place.moves):
       return None
     here = functools.partial(gradcomp.local.local_params, params)
     return jax.vmap(here, in_axes=(axes_of(kept),), axis_name=AXIS)(kept)
@@ -88,7 +87,7 @@ def trainer(task: Task, source: tasks.Source, setting: settings.Setting) -> Trai
     options = {"rng": jax.random.key((seed << 24) + number)} if task.drops else {}
     return (*of_workers(batch, workers), np.arange(workers)), options
 
-  def whole_step(carry: Any, given: Any) -> Any:
+  def whole(carry: Any, given: Any) -> Any:
     (*indices, numbers), options = given
     moved = at(*carry[:2])
     found = gradients(carry[0], moved, arrays, indices, numbers, options, together=True)
@@ -113,19 +112,12 @@ def trainer(task: Task, source: tasks.Source, setting: settings.Setting) -> Trai
       reached |= {f"last_{x}": last[x] for x in ("test_loss", "accuracy")}
     return reached, (params, kept, state)
 
+  batches = lambda seed: source.draw(setting.batch, seed=seed)
   shapes = lambda: jax.eval_shape(lambda: task.init_params(0))
-  return Trainer(
-    setting.steps,
-    setting.evaluated,
-    start,
-    lambda seed: source.draw(setting.batch, seed=seed),
-    step,
-    test,
-    lambda: sent_bytes(exchange, shapes(), workers),
-    lambda: gradcomp.checkpoint.make_record(exchange, shapes(), workers=workers),
-    drawn,
-    whole_step,
-  )
+  sent = lambda: sent_bytes(exchange, shapes(), workers)
+  record = lambda: gradcomp.checkpoint.make_record(exchange, shapes(), workers=workers)
+  when = setting.steps, setting.evaluated
+  return Trainer(*when, start, batches, step, test, sent, record, drawn, whole)
 
 
 def _axes(kept: Any) -> Any:

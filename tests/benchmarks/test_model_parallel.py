@@ -9,8 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks.study.model_parallel import convolutions, hybrid
-from benchmarks.study.model_parallel.ways import Arm, Images, joined
+from benchmarks.study.model_parallel import convolutions
+from benchmarks.study.model_parallel.ways import Images, joined
 from gradcomp.codecs import Dense
 
 CLASSES = 10
@@ -26,7 +26,7 @@ def images(count):
 def whole(net, params, x):
   """Logits of a net that nobody cuts, from ``[b, pixels]``, without dropout."""
   front, layers = params
-  features = net.features(front, hybrid.square(x))
+  features = net.features(front, convolutions.square(x))
   keep = lambda y, layer: y
   return net.apply(layers, features, keep, keep)[:, :CLASSES]
 
@@ -37,9 +37,9 @@ close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-5)
 @pytest.mark.parametrize("net", NETS, ids=["local", "dense"])
 def test_a_step_in_float32_is_that_of_the_whole_net(net, monkeypatch):
   """Its gradients are sums in another order: ten times the eighth of an ulp of 1."""
-  monkeypatch.setattr(hybrid, "_DROPPED", 0.0)
+  monkeypatch.setattr(convolutions, "_DROPPED", 0.0)
   given, key = images(16), jax.random.key(3)
-  way = hybrid.by_both(Arm("model", Dense()), net, CLASSES, lambda _: optax.sgd(1.0))
+  way = convolutions.by_both(Dense(), net, CLASSES, lambda _: optax.sgd(1.0))
   state = jax.jit(way.start)(key)
   front, cut = state[0]
   params = front, jax.jit(joined)(cut)
@@ -88,7 +88,7 @@ def test_dense_layers_are_updated_behind_each_sub_batch():
   rng, rate = np.random.default_rng(0), 0.5
   x = rng.normal(size=(16, 4)).astype(np.float32)
   labels = rng.integers(0, 4, 16)
-  way = hybrid.by_both(Arm("model", Dense()), tiny(2), 4, lambda _: optax.sgd(rate))
+  way = convolutions.by_both(Dense(), tiny(2), 4, lambda _: optax.sgd(rate))
   state = jax.jit(way.start)(jax.random.key(1))
   double = lambda tree: jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
   front, (one, two) = double((state[0][0], jax.jit(joined)(state[0][1])))

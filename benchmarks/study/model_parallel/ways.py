@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,13 +38,6 @@ class Images(NamedTuple):
   labels: jax.Array
 
 
-class Arm(NamedTuple):
-  """Says what is sent, and in which codec."""
-
-  way: Literal["data", "model"]
-  codec: codecs.Codec
-
-
 def gathered(
   y: jax.Array, codec: codecs.Codec, key: jax.Array | None, last: bool
 ) -> jax.Array:
@@ -77,9 +70,11 @@ class Way(NamedTuple):
   sent: Callable[[Images], int]  # bytes of a worker in a step with such images
 
 
-def by_data(arm: Arm, net: Callable[..., jax.Array], init: Any, rmsprop: Any) -> Way:
+def by_data(
+  codec: codecs.Codec, net: Callable[..., jax.Array], init: Any, rmsprop: Any
+) -> Way:
   """Sends gradients: each worker has all layers and its own samples."""
-  exchange = exchanged(arm)
+  exchange = exchanged(codec)
 
   def start(key: jax.Array) -> Any:
     layers = init(key)
@@ -107,14 +102,16 @@ def by_data(arm: Arm, net: Callable[..., jax.Array], init: Any, rmsprop: Any) ->
   return Way(start, step, lambda state, x, key: net(state[0], x), sent)
 
 
-def exchanged(arm: Arm) -> Any:
+def exchanged(codec: codecs.Codec) -> Any:
   """Returns the exchange of gradients of weights that all workers have."""
   return gradcomp.compress(
-    arm.codec, axis_name=AXIS, exchange="all_gather", feedback=None, min_leaf_size=0
+    codec, axis_name=AXIS, exchange="all_gather", feedback=None, min_leaf_size=0
   )
 
 
-def by_model(arm: Arm, net: Callable[..., jax.Array], init: Any, rmsprop: Any) -> Way:
+def by_model(
+  codec: codecs.Codec, net: Callable[..., jax.Array], init: Any, rmsprop: Any
+) -> Way:
   """Sends activations and errors: each worker has columns of every layer."""
 
   def start(key: jax.Array) -> Any:
@@ -123,7 +120,7 @@ def by_model(arm: Arm, net: Callable[..., jax.Array], init: Any, rmsprop: Any) -
 
   def gather(y: jax.Array, layer: int, key: jax.Array) -> jax.Array:
     key = jax.random.fold_in(key, layer)
-    return gathered(y, arm.codec, key, layer == LAST)
+    return gathered(y, codec, key, layer == LAST)
 
   def step(state: Any, images: Images, key: jax.Array) -> Any:
     layers, moments = state
