@@ -20,8 +20,7 @@ from benchmarks.study import analysis, items, records, report
 from benchmarks.study.figures import accuracy, speed
 from benchmarks.study.figures import claims as figures_claims
 from benchmarks.study.figures.style import slug
-from benchmarks.study.judges.rules import EQUAL, rule
-from benchmarks.study.judges.verdicts import WORDS
+from benchmarks.study.judges.verdicts import EQUAL, WORDS, rule
 from benchmarks.study.queue import status
 from benchmarks.study.tasks import TEXTS
 

@@ -220,6 +220,9 @@ class Study(NamedTuple):
   cells: list[Cell]
   failed: Sequence[Record] = ()
 
+  def about(self, chosen: Callable[[settings.Setting], bool]) -> list[Group]:
+    return [group for group in self.groups if chosen(group.setting)]
+
   def matching(self, cell: Cell) -> Group | None:
     """Returns the trainings whose accuracies go with a cell's times.
 
@@ -227,7 +230,7 @@ class Study(NamedTuple):
     codecs, and of several such one with as many workers.
     """
     x, same = cell.setting, operator.attrgetter("network", "dataset")
-    found = (group for group in self.groups if same(group.setting) == same(x))
+    found = self.about(lambda setting: same(setting) == same(x))
     common = lambda group: len(group.runs.keys() & cell.times.keys())
     close = lambda group: (common(group), group.setting.workers == x.workers)
     return max(found, key=close, default=None)

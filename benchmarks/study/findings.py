@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.common import cli
 from benchmarks.study.analysis import Study
-from benchmarks.study.judges import accuracy, elsewhere, groups, speed
+from benchmarks.study.judges import accuracy, elsewhere, speed
 from benchmarks.study.judges.verdicts import Judge, Seen, Verdict
 
 RESULTS = cli.RESULTS
@@ -69,8 +69,8 @@ def _finding(
 
 def _judge(judge: str = "", record: str = "", look: str = "", **options: Any) -> Judge:
   """Returns the judge that a claim names, or one that looks at a record."""
-  for name in options.keys() & {"groups", "own"}:
-    options[name] = getattr(groups, options[name])
+  for name in options.keys() & {"groups", "own", "pairs"}:
+    options[name] = getattr(accuracy, options[name])
   if record:
     return _of(record, _made(vars(elsewhere)[look], options))
   return _made(_JUDGES[judge], options)

@@ -6,18 +6,30 @@ with their intervals of 95 %.
 """
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pandas as pd
 from scipy import stats
 
 from benchmarks.study.analysis import Group, Study, in_groups, spread
-from benchmarks.study.judges import groups as chosen
-from benchmarks.study.judges import rules, verdicts
-from benchmarks.study.judges.groups import Chosen
-from benchmarks.study.judges.rules import EQUAL, LITTLE, POINTS, rule
-from benchmarks.study.judges.verdicts import BLIND, COUNTS, ENOUGH, FAR, Seen, judged
+from benchmarks.study.judges import verdicts
+from benchmarks.study.judges.verdicts import (
+  BLIND,
+  COUNTS,
+  ENOUGH,
+  EQUAL,
+  FAR,
+  LITTLE,
+  POINTS,
+  Seen,
+  judged,
+  rule,
+)
+from benchmarks.study.settings import Setting
+from benchmarks.study.tasks import TEXTS
 
+Chosen = Callable[[Setting], bool]
 # What is compared, by the methods of Group: how the numbers say it, and their unit.
 OF = {
   "difference": ("{label} {found}", POINTS),
@@ -30,12 +42,54 @@ OF = {
 }
 
 
+# Which trainings a claim is about: with SGD, of images and 64 workers at most.
+of_images = lambda x, optimizer: x.network not in TEXTS and x.optimizer == optimizer
+images = lambda x: of_images(x, "sgd") and x.workers <= 64
+usual_batches = lambda x: images(x) and x.batch <= 256  # of a step
+large_batches = lambda x: images(x) and x.batch > 256
+# As many workers as Han et al. have, 256.
+images_of_many = lambda x: of_images(x, "sgd") and x.workers >= 256
+recurrent = lambda x: x.network in ("gru", "lstm")
+# MNIST, and LeNet with a polynomial, as Wen et al.'s figure 3.
+on_mnist = lambda x: x.dataset.startswith("mnist")
+lenet_of_wen = lambda x: (
+  images(x) and x.network == "lenet" and x.schedule == "polynomial"
+)
+# Adam, and a batch for each worker.
+images_by_adam = lambda x: of_images(x, "adam") and x.rule == "per-worker"
+# Gradients of images, with SGD or with RMSProp, and activations of dense layers.
+images_as_dettmers = lambda x: (
+  (images(x) or of_images(x, "rmsprop")) and x.way != "model"
+)
+dense_model_parallel = lambda x: x.way == "model" and x.network.startswith("dense-")
+# A text was read once or more; images are learned sooner.
+learned = lambda x: x.network not in TEXTS or x.steps * x.batch >= 0.99 * x.epoch
+
+
+def without_dropout(study: Study) -> Iterator[tuple[Group, Group]]:
+  """Yields groups of ``images`` that drop nothing, each with the one that does."""
+  found = {x.setting: x for x in study.about(images)}
+  for setting, group in found.items():
+    usual = found.get(setting._replace(dropout=None))
+    if setting.dropout == 0 and usual:
+      yield group, usual
+
+
+def of_more_workers(study: Study) -> Iterator[tuple[Group, Group]]:
+  """Yields groups of ``images_by_adam`` with most workers, each with that of fewest."""
+  where = lambda group: (group.setting.network, group.setting.dataset)
+  same = in_groups(study.about(images_by_adam), where)  # ordered by their workers
+  for few, *_, many in (x for x in same.values() if len(x) > 1):
+    if few.setting.workers < many.setting.workers:
+      yield many, few
+
+
 def _counts(group: Group, unit: str) -> bool:
   """Says whether a group learned, and can show a loss where points are compared."""
   arms = (group.difference(x) for x in group.runs if x != "f32")
-  scale = rules.share(100 - group.ends("f32").mean())
-  shows = not unit.startswith(POINTS) or rules.can_fail(arms, scale)
-  return chosen.learned(group) and shows
+  scale = verdicts.share(100 - group.ends("f32").mean())
+  shows = not unit.startswith(POINTS) or verdicts.can_fail(arms, scale)
+  return learned(group.setting) and shows
 
 
 def compared(
@@ -44,8 +98,8 @@ def compared(
   *,
   than: str = "f32",
   of: str = "difference",
-  groups: Chosen = chosen.images,
-  own: Chosen = lambda group: True,
+  groups: Chosen = images,
+  own: Chosen = lambda setting: True,
   counts: Sequence[int] = (),
   error: float = LITTLE,
 ) -> verdicts.Judge:
@@ -72,7 +126,7 @@ def compared(
   @verdicts.needing(f"seeds of {than} and {' or '.join(codecs)}{with_workers}")
   def judge(study: Study) -> Iterator[Seen]:
     length = lambda group: group.setting._replace(steps=0, points=0)
-    pools = in_groups(filter(groups, study.groups), length)
+    pools = in_groups(study.about(groups), length)
     there: set[int] = set()
     for setting, same in pools.items():
       for codec in codecs:
@@ -80,13 +134,13 @@ def compared(
         if not pairs:
           continue
         found, spreads = zip(*pairs, strict=True)
-        there.add(setting.workers if own(found[0]) else 0)
+        there.add(setting.workers if own(setting) else 0)
         full = 100 - statistics.fmean(x.ends("f32").mean() for x in found)
-        scale = rules.share(full, error) if unit.startswith(POINTS) else 1.0
+        scale = verdicts.share(full, error) if unit.startswith(POINTS) else 1.0
         rank = COUNTS if any(_counts(x, unit) for x in found) else BLIND
         label = f"{' and '.join(x.name for x in found)}: {codec}{less}"
-        given = rules.pooled(spreads), decide.scaled(scale), label, numbers
-        yield judged(*given, unit=unit, rank=rank if own(found[0]) else FAR)
+        given = verdicts.pooled(spreads), decide.scaled(scale), label, numbers
+        yield judged(*given, unit=unit, rank=rank if own(setting) else FAR)
     for missing in sorted({*counts} - there if there else ()):
       yield Seen(None, f"{missing} workers: no training")
 
@@ -104,7 +158,7 @@ def on_average(codecs: Sequence[str], limit: float) -> verdicts.Judge:
   def judge(study: Study) -> Iterator[Seen]:
     every = [
       found
-      for group in filter(chosen.images, study.groups)
+      for group in study.about(images)
       for codec in codecs
       if len(found := group.differences(codec)) >= ENOUGH
     ]
@@ -121,15 +175,15 @@ def on_average(codecs: Sequence[str], limit: float) -> verdicts.Judge:
   return judge
 
 
-def gains(codecs: Sequence[str], effect: float, pairs: str) -> verdicts.Judge:
-  """Returns a judge of whether codecs lose less in one setting than in another.
+def gains(
+  codecs: Sequence[str], effect: float, pairs: Callable[..., Any]
+) -> verdicts.Judge:
+  """Returns a judge of whether codecs lose less in one setting than in another."""
+  where = f"in two settings, {pairs.__name__}"
 
-  ``pairs``: what yields both, ``"without_dropout"`` or ``"of_more_workers"``.
-  """
-
-  @verdicts.needing(f"seeds of f32 and {' or '.join(codecs)} in two settings, {pairs}")
+  @verdicts.needing(f"seeds of f32 and {' or '.join(codecs)} {where}")
   def judge(study: Study) -> Iterator[Seen]:
-    for group, other in getattr(chosen, pairs)(study.groups):
+    for group, other in pairs(study):
       for codec in codecs:
         if more := group.gained(codec, other):
           label, numbers = f"{group.name}: {codec}", "{label} {found} points better"
@@ -143,7 +197,7 @@ def later(codec: str) -> verdicts.Judge:
 
   @verdicts.needing(f"seeds of f32 and {codec}, with two points of a curve or more")
   def judge(study: Study) -> Iterator[Seen]:
-    for group in filter(chosen.images, study.groups):
+    for group in study.about(images):
       for what, ends, found in (
         ("in the first half", {"below": EQUAL}, group.early(codec)),
         ("of that come back", {"above": EQUAL}, group.caught_up(codec)),
@@ -186,7 +240,7 @@ def blocked(where: str, arms: dict[str, Sequence[float]]) -> Seen:
 
 
 def alike(
-  arms: Sequence[Sequence[str]], groups: Chosen = chosen.images_as_dettmers
+  arms: Sequence[Sequence[str]], groups: Chosen = images_as_dettmers
 ) -> verdicts.Judge:
   """Returns a judge of whether codecs and float32 end alike: see ``blocked``.
 
@@ -195,7 +249,7 @@ def alike(
 
   @verdicts.needing(f"five seeds of f32, {', '.join(arms[0])}")
   def judge(study: Study) -> Iterator[Seen]:
-    for group in filter(groups, study.groups):
+    for group in study.about(groups):
       for codecs in arms:
         ends = pd.DataFrame({x: group.ends(x) for x in ["f32", *codecs]}).dropna()
         if len(ends) > 4:

@@ -11,10 +11,18 @@ from typing import Any
 from scipy import stats
 
 from benchmarks.study.analysis import Spread, Study, spread
-from benchmarks.study.judges import rules, verdicts
+from benchmarks.study.judges import verdicts
 from benchmarks.study.judges.accuracy import OF, blocked
-from benchmarks.study.judges.rules import Limit, rule
-from benchmarks.study.judges.verdicts import BLIND, COUNTS, FEW, Bar, Seen, judged
+from benchmarks.study.judges.verdicts import (
+  BLIND,
+  COUNTS,
+  FEW,
+  Bar,
+  Limit,
+  Seen,
+  judged,
+  rule,
+)
 
 # Mean relative errors in percent of three layers, from table 2 of Dettmers (2016).
 PAPER = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
@@ -68,7 +76,7 @@ def little_error(
     arms = record["accuracy_percent"][network]
     full = arms["f32"]
     error = 100 - statistics.fmean(full)
-    limit = points * rules.share(error) + relative * error
+    limit = points * verdicts.share(error) + relative * error
     for name in types:
       found = _above(arms[name], full)
       numbers = f"{{label}} {{found}} of {limit:.2f} points at most"
@@ -85,7 +93,7 @@ def one_bit(record: Any) -> Iterator[Seen]:
   for what, name in ends.items():
     found = _above(record["coarse"][what]["1 bit"], full)
     numbers = "{label}: {found} ({found.seeds})"
-    decide = rule({name: -1.0}).scaled(rules.share(100 - statistics.fmean(full)))
+    decide = rule({name: -1.0}).scaled(verdicts.share(100 - statistics.fmean(full)))
     yield judged(found, decide, what, numbers)
 
 
@@ -140,10 +148,10 @@ def _ends(
   There are 360 of them to test on, of which one is 0.28 points: where they cannot tell
   they do not count beside others.
   """
-  scale = rules.share(100 - statistics.fmean(arms["f32"]))
+  scale = verdicts.share(100 - statistics.fmean(arms["f32"]))
   found = _above(arms[codec], arms[than], widest)
   seen = judged(found, rule(ends).scaled(scale), label)
-  if not rules.can_fail(_beside(arms, widest).values(), scale):
+  if not verdicts.can_fail(_beside(arms, widest).values(), scale):
     return seen._replace(rank=BLIND)
   return seen._replace(rank=FEW) if seen.holds is None else seen
 

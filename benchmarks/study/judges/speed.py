@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from benchmarks.common import cli
 from benchmarks.models.papers import grubic
 from benchmarks.study.analysis import QSGD, Cell, Study, in_groups
-from benchmarks.study.judges.rules import Limit
-from benchmarks.study.judges.verdicts import Bar, Judge, Seen, needing
+from benchmarks.study.judges.verdicts import Bar, Judge, Limit, Seen, needing
 from benchmarks.study.tasks import WIDENED
 
 LINKS = cli.RESULTS / "links" / "link_speed.json"

@@ -7,11 +7,10 @@ from scipy import stats
 from benchmarks.pages import study as study_pages
 from benchmarks.study import analysis
 from benchmarks.study.analysis import Spread, spread
-from benchmarks.study.judges import rules
+from benchmarks.study.judges import verdicts
 from benchmarks.study.judges.accuracy import blocked
-from benchmarks.study.judges.rules import Limit, rule
 from benchmarks.study.judges.speed import more, timed
-from benchmarks.study.judges.verdicts import Judge, Seen, concluded
+from benchmarks.study.judges.verdicts import Judge, Limit, Seen, concluded, rule
 from tests.benchmarks.study.records import trained
 
 
@@ -57,21 +56,21 @@ def test_pooled_means_are_those_of_least_squares():
   design, values = np.divide(1, errors), np.divide([x.mean for x in found], errors)
   (mean,), *_ = np.linalg.lstsq(design[:, None], values, rcond=None)
   half = stats.t.ppf(0.975, 6) * np.linalg.norm(design) ** -1
-  np.testing.assert_allclose(rules.pooled(found), (mean, half, 8))
+  np.testing.assert_allclose(verdicts.pooled(found), (mean, half, 8))
 
 
 def test_holm_is_no_stricter_than_bonferroni_and_keeps_the_level():
   ps = np.random.default_rng(0).uniform(size=(4000, 5))
-  told = np.array([rules.holm(x) for x in ps])
+  told = np.array([verdicts.holm(x) for x in ps])
   assert ((ps <= 0.025 / 5) <= told).all()
   assert told.any(axis=1).mean() == pytest.approx(0.025, abs=0.005)
-  assert rules.holm([0.005, 0.024, 0.012, 0.006, 0.0083]) == [True] * 5
+  assert verdicts.holm([0.005, 0.024, 0.012, 0.006, 0.0083]) == [True] * 5
 
 
 def test_a_setting_counts_where_an_arm_can_fail():
   arms = [Spread(-0.3, 0.2, 5), None, Spread(0.1, 0.1, 5)]
-  assert not rules.can_fail(arms) and rules.can_fail(arms, scale=0.4)
-  assert rules.can_fail([*arms, Spread(-0.5, 0.2, 5)])
+  assert not verdicts.can_fail(arms) and verdicts.can_fail(arms, scale=0.4)
+  assert verdicts.can_fail([*arms, Spread(-0.5, 0.2, 5)])
 
 
 def test_the_bar_of_a_ratio_holds_the_limit_where_noise_may_be_all():
