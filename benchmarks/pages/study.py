@@ -3,23 +3,26 @@
 ``python -m benchmarks.pages.study`` writes what the tree has of them: each table behind
 its heading, the pages of docs/results/claims/ whole, a picture for each claim that has
 numbers, and those pictures of the report that the pages show. All other tables, behind
-marks, are built with the site.
+marks, are built with the site. Those of trainings whose scripts are gone are made of
+their records: differences to float32 are seed by seed, with intervals of 95 %.
 """
 
 import functools
 import re
+import statistics
 import tomllib
 from pathlib import Path
 
+from scipy import stats
+
 from benchmarks.common.tables import table
-from benchmarks.pages import digits  # noqa: F401
 from benchmarks.pages.records import FOLDER as DOCS
+from benchmarks.pages.records import NAMES, TABLES, TYPES, load, named
 from benchmarks.pages.records import RECORDS as RESULTS
-from benchmarks.pages.records import TABLES, named
 from benchmarks.study import analysis, items, records, report
-from benchmarks.study.figures import accuracy, speed
-from benchmarks.study.figures import claims as figures_claims
-from benchmarks.study.figures.style import slug
+from benchmarks.study.analysis import spread
+from benchmarks.study.figures import claims, results
+from benchmarks.study.figures.results import slug
 from benchmarks.study.judges.verdicts import EQUAL, WORDS, rule
 from benchmarks.study.queue import status
 from benchmarks.study.tasks import TEXTS
@@ -35,6 +38,7 @@ DRAWN = PAGES / "pictures"
 _NAMES = tomllib.loads(Path(__file__).with_name("study.toml").read_text())
 PAPERS, PICTURES, _SAFE = _NAMES["papers"], _NAMES["pictures"], _NAMES["safe"]
 _PERCENT = 1.0  # of perplexity, that is safe
+_TYPES = ("f32", *TYPES.values(), "p")
 
 
 @functools.cache
@@ -84,13 +88,13 @@ def claims_pages(findings):
 def trainings():
   """Returns a table for each group, or for all of one way by workers, and headings."""
   found = study()
-  sweeps = accuracy.by_workers(found)
+  sweeps = results.by_workers(found)
   named = {
-    x.name: table(*accuracy.ends(x))
+    x.name: table(*results.ends(x))
     for x in found.groups
     if x.named("") not in sweeps and x.name != HEADLINE
   }
-  named |= {x: table(*accuracy.ends_by_workers(y)) for x, y in sweeps.items()}
+  named |= {x: table(*results.ends_by_workers(y)) for x, y in sweeps.items()}
   return "\n\n".join(f"### {name}\n\n{lines}" for name, lines in named.items())
 
 
@@ -112,7 +116,7 @@ def scaling():
   """How many times as fast workers are as one in float32 (Grubic 12 to 15)."""
   counts = [f"N = {workers}" for workers in (2, 4, 8)]
   yield "steps", "codec", *counts
-  for shown in speed.scalings(study()):
+  for shown in results.scalings(study()):
     for codec, *cells in shown.rows:
       found = dict(zip(shown.header[1:], cells, strict=True))
       if "N = 1" in found:
@@ -130,6 +134,64 @@ def launches():
 
 
 TABLES["study, trainings"] = trainings
+
+
+def trained(rows, metric, **columns):
+  """A table of arms: means, what they are above float32's, and how rows are written."""
+  full, unit = rows["f32"]["ends"], " %" if metric == "perplexity" else ""
+  yield "", metric, "above f32", *(x.replace("_", " ") for x in columns)
+  for name, row in rows.items():
+    ends = row["ends"]
+    more = [100 * (x / full[k] - 1) if unit else x - full[k] for k, x in ends.items()]
+    above = "" if name == "f32" else f"{spread(more)}{unit}"
+    cells = (text.format(row[column]) for column, text in columns.items())
+    yield name, f"{statistics.fmean(ends.values()):.2f}", above, *cells
+
+
+def codecs(name, number):
+  arm = lambda x: x | {"ends": dict(enumerate(x["accuracy_percent"]))}
+  rows = {x["codec"]: arm(x) for x in load(f"{name}.json")[number]["rows"]}
+  return trained(rows, "accuracy", bytes_a_step="{:,}", ratio="{:.3f}")
+
+
+for name, given in NAMES["trained"].items():
+  named(name, **given)(codecs)
+
+
+@named("sparse words", "redsync_study", "perplexity", "language-long")
+@named("sparse digits", "redsync_study", "accuracy", "digits-long")
+@named("sharded optimizers", "parallel_study", "perplexity", bits="{:.2f}")
+def runs(file, metric, part="", **columns):
+  """The same of runs by seeds."""
+  rows, found = {}, load(f"{file}.json")
+  for name, row in (found[part] if part else found)["rows"].items():
+    ends = {seed: x["points"][-1][metric] for seed, x in row["runs"].items()}
+    rows[name] = row | {"ends": ends, "seeds": len(ends)}
+  return trained(rows, metric, seeds="{}", **columns, bytes_a_step="{:,}")
+
+
+def types(arms):
+  """The means of types of 8 bits, with what they are above float32's in brackets."""
+  cells = [f"{statistics.fmean(arms['f32']):.2f}"]
+  for name in TYPES.values():
+    more = spread([a - b for a, b in zip(arms[name], arms["f32"], strict=True)])
+    cells.append(f"{statistics.fmean(arms[name]):.2f} ({more})")
+  return [*cells, f"{stats.friedmanchisquare(*arms.values()).pvalue:.3f}"]
+
+
+@named("sharded layers")
+def sharded_layers():
+  yield "units", "sent", *_TYPES
+  sent = {"data": "gradients", "model": "activations and errors"}
+  for x in load("model_parallel.json")["types"]:
+    yield x["unit"], sent[x["way"]], *types(x["accuracy_percent"])
+
+
+@named("sharded nets")
+def sharded_nets():
+  yield "net", *_TYPES
+  for name, x in load("model_parallel_nets.json")["accuracy_percent"].items():
+    yield name, *types(x)
 
 
 def safe(group, codec):
@@ -157,7 +219,7 @@ def pages():
 def tables(found, findings):
   """Yields the tables of a study and its findings that the tree has, by headings."""
   (group,) = (x for x in found.groups if x.name == HEADLINE)
-  yield f"### {HEADLINE}", table(*accuracy.ends(group))
+  yield f"### {HEADLINE}", table(*results.ends(group))
   groups = {group.name: group for group in found.groups}
   columns = {
     x: groups[name] for x, name in _SAFE["trainings"].items() if name in groups
@@ -208,7 +270,7 @@ def write_pictures(findings):
   for finding, verdict in findings:
     if verdict.drawn:
       path = DRAWN / f"{slug(finding.claim)}.png"
-      path.write_bytes(figures_claims.png(verdict.drawn))
+      path.write_bytes(claims.png(verdict.drawn))
 
 
 def main():
@@ -219,7 +281,7 @@ def main():
   for name, text in claims_pages(findings).items():
     (PAGES / f"{name}.md").write_text(text)
   write_pictures(findings)
-  shown = [*accuracy.curves(found), *accuracy.sweeps(found)]
+  shown = [*results.curves(found), *results.sweeps(found)]
   figures = {x.name: x.figure for x in shown}
   for picture, name in PICTURES.items():
     figures[name].savefig(FOLDER / f"study-{picture}.png", dpi=110)

@@ -14,10 +14,8 @@ import jinja2
 
 from benchmarks.common.tables import table
 from benchmarks.study import analysis, findings, records
-from benchmarks.study.figures import accuracy as figures_accuracy
-from benchmarks.study.figures import claims as figures_claims
-from benchmarks.study.figures import speed as figures_speed
-from benchmarks.study.figures.style import Rows, Shown, slug
+from benchmarks.study.figures import claims, results
+from benchmarks.study.figures.results import Rows, Shown, prices, slug
 from benchmarks.study.judges.verdicts import WORDS, Verdict
 
 _TEMPLATES = Path(__file__).with_name("templates")
@@ -50,8 +48,7 @@ _PAGES.filters["filled"] = filled
 
 
 def sections(study: analysis.Study, price: float) -> Iterator[Any]:
-  draws = vars(figures_accuracy) | vars(figures_speed)
-  draws["prices"] = functools.partial(figures_speed.prices, price=price)
+  draws = vars(results) | {"prices": functools.partial(prices, price=price)}
   for part in tomllib.loads((_TEMPLATES / "sections.toml").read_text())["section"]:
     yield part | {"shown": list(draws[part["draw"]](study))}
 
@@ -106,7 +103,7 @@ def write(folders: Sequence[Path], output: Path, price: float = 0.9) -> None:
   of_claims = {x.claim: f"claim-{slug(x.claim)}" for x, found in judged if found.drawn}
   for finding, verdict in judged:
     if verdict.drawn:
-      pictures[of_claims[finding.claim]] = figures_claims.png(verdict.drawn)
+      pictures[of_claims[finding.claim]] = claims.png(verdict.drawn)
   (output / "figures").mkdir(parents=True, exist_ok=True)
   for name, picture in pictures.items():
     (output / "figures" / f"{name}.png").write_bytes(picture)

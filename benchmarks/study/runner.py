@@ -61,13 +61,16 @@ def trainer_of(setting: Setting) -> tuple[Trainer, dict[str, Any]]:
 
 
 def sized(task: Task, source: tasks.Source) -> dict[str, float]:
-  """Returns the size of a network, and what a sample costs."""
+  """Returns the size of a network, and what a sample's gradient costs."""
   params = jax.eval_shape(lambda: task.init_params(0))
   elements = sum(leaf.size for leaf in jax.tree.leaves(params))
+  sample = tuple(x[:1] for x in source.test)
+  gradient = jax.jit(jax.grad(task.loss_fn))
+  cost = gradient.lower(params, sample, **task.options(0, 0)).cost_analysis()
   return {
     "parameters": elements,
     "megabytes": 4 * elements / 1e6,
-    "gigaflops": tasks.gigaflops(task, source.test),
+    "gigaflops": (cost or {}).get("flops", 0.0) / 1e9,  # of a loop's operations once
   }
 
 

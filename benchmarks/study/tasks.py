@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from benchmarks.study.mirrors import SOURCES
 from examples import image_classification, language_model
 from examples.lib import FOLDER, texts
 from examples.lib import images as data
-from examples.lib.training import Batch, Task
+from examples.lib.training import Batch
 
 LENGTH = 32  # of a sequence of characters or words
 # Symbols of the text to test on, and logits, so that tests take little time.
@@ -112,12 +111,3 @@ def reduced(images: np.ndarray, pixels: int) -> np.ndarray:
     )
   shape = (count, pixels, height // pixels, pixels, width // pixels, channels)
   return np.rint(images.reshape(shape).mean(axis=(2, 4))).astype(np.uint8)
-
-
-def gigaflops(task: Task, test: Batch) -> float:
-  """Returns the billions of operations of a sample's gradient, of a loop's once."""
-  params = jax.eval_shape(lambda: task.init_params(0))
-  sample = tuple(x[:1] for x in test)
-  gradient = jax.jit(jax.grad(task.loss_fn))
-  cost = gradient.lower(params, sample, **task.options(0, 0)).cost_analysis()
-  return (cost or {}).get("flops", 0.0) / 1e9

@@ -13,7 +13,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from PIL import Image, PngImagePlugin
 
-from benchmarks.study.figures.style import legend, panel
+from benchmarks.study.figures.results import legend, panel
 from benchmarks.study.judges.verdicts import APART, Bar
 
 SHOWS = "Shows"  # the text in a file that has its digest

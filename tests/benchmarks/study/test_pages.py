@@ -21,7 +21,7 @@ from benchmarks.study import findings, items, methods
 from benchmarks.study import records as study_records
 from benchmarks.study.analysis import Spread
 from benchmarks.study.figures import claims
-from benchmarks.study.figures.style import slug
+from benchmarks.study.figures.results import slug
 from benchmarks.study.judges.verdicts import APART, Limit, bar
 from gradcomp._src.cost.planner.candidates import CANDIDATES
 from tests.benchmarks.study.records import SETTING
