@@ -64,12 +64,6 @@ def numbers() -> list[Number]:
   return found
 
 
-def entry(row: Number) -> dict[str, Any]:
-  """Returns a number as it is written to the JSON file."""
-  every = row._asdict() | {"difference": row.difference}
-  return {key: value for key, value in every.items() if value is not None}
-
-
 def digits(number: float) -> str:
   """Returns four digits, or all of a large number."""
   return f"{number:,.0f}" if abs(number) >= 1e4 else f"{number:.4g}"
@@ -112,7 +106,9 @@ def main() -> None:
       said = f"{row.paper}, {row.what}, {row.inputs}: {row.ours:.4g}"
       kind = "MISSED" if row.missed else "wrong"
       print(f"{kind}: {said}, printed {row.printed:.4g}")
-  cli.write(options.output, "paper_models", [entry(x) for x in rows], page(rows))
+  entries = [row._asdict() | {"difference": row.difference} for row in rows]
+  known = [{k: x for k, x in entry.items() if x is not None} for entry in entries]
+  cli.write(options.output, "paper_models", known, page(rows))
   sys.exit(any(row.missed for row in rows))
 
 

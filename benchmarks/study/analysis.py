@@ -108,19 +108,20 @@ class Group(NamedTuple):
     """Returns by how many points a codec is better at the end; None below two seeds."""
     return _paired(self.differences(codec, against))
 
-  def differences(self, codec: str, against: str = "f32") -> pd.Series:
-    """Returns the same by seed."""
-    return _less(self.ends(codec), self.ends(against))
+  def differences(
+    self, codec: str, against: str = "f32", number: str = "accuracy"
+  ) -> pd.Series:
+    """Returns by how much a number at the end is above another codec's, by seed."""
+    return _less(self.ends(codec, number), self.ends(against, number))
 
   def perplexity(self, codec: str, against: str = "f32") -> Spread | None:
     """Returns the percents of perplexity above another's at the end, at most 1e300."""
-    more = _less(self.ends(codec, "test_loss"), self.ends(against, "test_loss"))
+    more = self.differences(codec, against, "test_loss")
     return _paired(100 * (np.exp(more.clip(upper=690.0)) - 1))
 
   def training_loss(self, codec: str, against: str = "f32") -> Spread | None:
     """Returns by how much a codec's training loss is above another's at the end."""
-    more = _less(self.ends(codec, "train_loss"), self.ends(against, "train_loss"))
-    return _paired(more)
+    return _paired(self.differences(codec, against, "train_loss"))
 
   def early(self, codec: str, against: str = "f32") -> Spread | None:
     """Returns the points above another codec in the first half of a training."""

@@ -101,9 +101,7 @@ def write(folders: Sequence[Path], output: Path, price: float = 0.9) -> None:
   drawn = list(sections(study, price))
   pictures = {shown.name: _png(shown) for part in drawn for shown in part["shown"]}
   of_claims = {x.claim: f"claim-{slug(x.claim)}" for x, found in judged if found.drawn}
-  for finding, verdict in judged:
-    if verdict.drawn:
-      pictures[of_claims[finding.claim]] = claims.png(verdict.drawn)
+  pictures |= {of_claims[x.claim]: claims.png(y.drawn) for x, y in judged if y.drawn}
   (output / "figures").mkdir(parents=True, exist_ok=True)
   for name, picture in pictures.items():
     (output / "figures" / f"{name}.png").write_bytes(picture)

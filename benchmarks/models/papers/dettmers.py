@@ -132,12 +132,14 @@ def cluster_pass(
 
   A transfer takes ``31 (latency + 4/3 bytes / 6 GB/s)``. Where a matrix product of 1.3
   ms does not hide it, the paper multiplies the rest by 31, the other nodes, for any
-  number of passes. ``penalty="passes"`` is what a pipeline has. ``sizes="derived"`` has
-  :func:`message_bytes` and :func:`latency_seconds` in place of the paper's, of which
-  those of 8 bits are too small by half.
+  number of passes. ``penalty="passes"`` is what a pipeline has: the first transfer in
+  full, and the rest of every other pass. ``sizes="derived"`` has :func:`message_bytes`
+  and :func:`latency_seconds` in place of the paper's, of which those of 8 bits are too
+  small by half.
   """
   one_of("bits", Bits, bits)
   one_of("sizes", Sizes, sizes)
+  one_of("penalty", Penalty, penalty)
   passes = max(1, round(_BATCH / count("sub_batch", sub_batch)))
   if sizes == "derived":
     nbytes = message_bytes(sub_batch, bits)
@@ -149,23 +151,11 @@ def cluster_pass(
       raise ValueError(f"`sub_batch` must be one of {known}, got {sub_batch!r}.")
     nbytes, latency = rows[0].nbytes[bits], rows[0].latency[bits]
   single = (NODES - 1) * (latency + (1 + PCIE) * nbytes / BYTES_PER_SECOND)
-  exposed = exposed_seconds(single, HIDDEN, passes, penalty=penalty)
-  return Pass(single, exposed, passes * DENSE + exposed)
-
-
-def exposed_seconds(
-  single: float, hidden: float, passes: int, *, penalty: Penalty, nodes: int = NODES
-) -> float:
-  """Returns the seconds of a step's transfers that no computation hides.
-
-  The computation of a pass hides ``hidden`` of the next one's transfer. The first is in
-  full, and the rest of every other pass; the paper's rule has ``nodes`` less one.
-  """
-  one_of("penalty", Penalty, penalty)
-  left = max(0.0, at_least_0("single", single) - at_least_0("hidden", hidden))
+  left = max(0.0, single - HIDDEN)
+  exposed = single + (passes - 1) * left
   if left and penalty == "nodes":
-    return (count("nodes", nodes) - 1) * left
-  return single + (count("passes", passes) - 1) * left
+    exposed = (NODES - 1) * left
+  return Pass(single, exposed, passes * DENSE + exposed)
 
 
 def cluster_speedup(

@@ -40,8 +40,9 @@ def _figures() -> dict[str, dict[str, Speeds]]:
   return found
 
 
-MPI, NCCL = _figures().values()
-MPI_GPUS, NCCL_GPUS = (2, 4, 8, 16), (2, 4, 8)
+_FIGURES = _figures()
+MPI, NCCL = _FIGURES.values()
+GPUS = {"MPI": (2, 4, 8, 16), "NCCL": (2, 4, 8)}
 # In 32 bits, on one GPU.
 ONE_GPU = {
   "AlexNet": 240.80,
@@ -96,29 +97,22 @@ def fit(images_per_second: Mapping[int, float]) -> Fit:
   shares = np.array([wire_share(bits) for bits in images_per_second])
   speeds = [above_0("images_per_second", x) for x in images_per_second.values()]
   seconds = 1 / np.array(speeds)
-  terms = np.stack([np.ones_like(shares), shares], axis=1)
-  (a, c), *_ = np.linalg.lstsq(terms, seconds, rcond=None)
-  error = np.abs((terms @ (a, c) - seconds) / seconds).max()
+  c, a = np.polyfit(shares, seconds, 1)
+  error = np.abs((a + c * shares) / seconds - 1).max()
   return Fit(float(a), float(c), float(error))
 
 
-def column(table: Speeds, counts: tuple[int, ...], gpus: int) -> dict[int, float]:
-  """Returns a table's speeds with ``gpus`` GPUs of ``counts``, but for 1-bit SGD's."""
+def speeds_of(primitive: str, network: str, gpus: int) -> dict[int, float]:
+  """Returns speeds by bits, of figure 10 ("MPI") or 11 ("NCCL"), but 1-bit SGD's."""
+  counts = GPUS[primitive]
   if gpus not in counts:
     raise ValueError(f"`gpus` must be one of {counts}, got {gpus!r}.")
   at = counts.index(gpus)
   return {
     bits: speed
-    for bits, row in table.items()
+    for bits, row in _FIGURES[primitive][network].items()
     if isinstance(bits, int) and (speed := row[at]) is not None
   }
-
-
-def speeds_of(primitive: str, name: str, gpus: int) -> dict[int, float]:
-  """Returns a network's speeds by bits, of figure 10 ("MPI") or 11 ("NCCL")."""
-  if primitive == "MPI":
-    return column(MPI[name], MPI_GPUS, gpus)
-  return column(NCCL[name], NCCL_GPUS, gpus)
 
 
 def size_gain(found: Fit, size: float, bits: int = 8) -> float:
@@ -143,7 +137,7 @@ def cheapest(network: str) -> tuple[int, float]:
   """
   if network not in NCCL:
     raise ValueError(f"`network` must be one of {tuple(NCCL)}, got {network!r}.")
-  speeds = {1: ONE_GPU[network], 8: column(NCCL[network], NCCL_GPUS, 8)[8]}
+  speeds = {1: ONE_GPU[network], 8: speeds_of("NCCL", network, 8)[8]}
   images = EPOCHS[network] * IMAGES
   dollars = {gpus: images / x / 3600 * HOUR[gpus] for gpus, x in speeds.items()}
   return min(dollars.items(), key=lambda pair: pair[1])

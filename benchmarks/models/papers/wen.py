@@ -26,6 +26,9 @@ class Cluster(NamedTuple):
   between_machines: Link  # the network
 
 
+Where = tuple[int, int, Cluster]  # the GPUs of a machine, the machines, and the links
+
+
 class Model(NamedTuple):
   """A network of section 5."""
 
@@ -49,20 +52,15 @@ INFINIBAND = Cluster(_NVLINK, _INSIDE, Link(latency=0.0, bytes_per_second=12.5e9
 PUSH_RATIO = 16.0  # 32 bits to 2; 20.19 to a ternary digit, log2(3) bits: the least
 
 
-def exchange_seconds(nbytes: float, gpus: int, machines: int, links: Cluster) -> float:
+def exchange_seconds(nbytes: float, *where: *Where) -> float:
   """Returns ``g/C_gwd lg i + g/C_cwd + (C_ncost + g/C_nwd) lg j``, logarithms of 2."""
+  *_, links = where
   to_cpu = collective_seconds("tree", nbytes, 2, links.to_cpu)
-  return _added_seconds(nbytes, gpus, machines, links) + to_cpu
+  return _added_seconds(nbytes, *where) + to_cpu
 
 
 def strong_scaling_seconds(
-  profiled: float,
-  nbytes: float,
-  gpus: int,
-  machines: int,
-  links: Cluster,
-  *,
-  profiled_bytes: float | None = None,
+  profiled: float, nbytes: float, *where: *Where, profiled_bytes: float | None = None
 ) -> float:
   """Returns the seconds of a step with its batch divided over all GPUs (equation 15).
 
@@ -72,6 +70,7 @@ def strong_scaling_seconds(
   >>> round(strong_scaling_seconds(0.5, 244e6, 4, 1, ETHERNET), 9)
   0.1921
   """
+  gpus, machines, links = where
   sent = nbytes if profiled_bytes is None else profiled_bytes
   transfer = collective_seconds("tree", sent, 2, links.to_cpu)
   computation = above_0("profiled", profiled) - transfer
@@ -81,12 +80,10 @@ def strong_scaling_seconds(
       f"{transfer}, got {profiled!r}."
     )
   workers = count("gpus", gpus) * count("machines", machines)
-  return computation / workers + exchange_seconds(nbytes, gpus, machines, links)
+  return computation / workers + exchange_seconds(nbytes, *where)
 
 
-def weak_scaling_seconds(
-  profiled: float, nbytes: float, gpus: int, machines: int, links: Cluster
-) -> float:
+def weak_scaling_seconds(profiled: float, nbytes: float, *where: *Where) -> float:
   """Returns the seconds of a step in which each GPU has a batch of its own (17).
 
   >>> round(weak_scaling_seconds(0.5, 244e6, 4, 2, ETHERNET), 9)
@@ -94,40 +91,26 @@ def weak_scaling_seconds(
   >>> round(weak_scaling_seconds(0.5, 244e6 / 16, 4, 2, ETHERNET), 9)
   0.6251
   """
-  added = _added_seconds(nbytes, gpus, machines, links)
-  return above_0("profiled", profiled) + added
+  return above_0("profiled", profiled) + _added_seconds(nbytes, *where)
 
 
 def gain(
-  profiled: float,
-  nbytes: float,
-  gpus: int,
-  machines: int,
-  links: Cluster,
-  *,
-  ratio: float = PUSH_RATIO,
+  profiled: float, nbytes: float, *where: *Where, ratio: float = PUSH_RATIO
 ) -> float:
   """Returns the speed-up of weak scaling with gradients ``ratio`` times smaller."""
-  dense = weak_scaling_seconds(profiled, nbytes, gpus, machines, links)
+  dense = weak_scaling_seconds(profiled, nbytes, *where)
   small = nbytes / above_0("ratio", ratio)
-  return dense / weak_scaling_seconds(profiled, small, gpus, machines, links)
+  return dense / weak_scaling_seconds(profiled, small, *where)
 
 
 def implied_profile(
-  speedup: float,
-  nbytes: float,
-  gpus: int,
-  machines: int,
-  links: Cluster,
-  *,
-  ratio: float = PUSH_RATIO,
+  speedup: float, nbytes: float, *where: *Where, ratio: float = PUSH_RATIO
 ) -> float:
   """Returns the profiled seconds T at which :func:`gain` is the given speed-up."""
   if above_0("speedup", speedup) <= 1:
     raise ValueError(f"`speedup` must be above 1, got {speedup!r}.")
-  dense = _added_seconds(nbytes, gpus, machines, links)
-  sent = nbytes / above_0("ratio", ratio)
-  small = _added_seconds(sent, gpus, machines, links)
+  dense = _added_seconds(nbytes, *where)
+  small = _added_seconds(nbytes / above_0("ratio", ratio), *where)
   profiled = (dense - speedup * small) / (speedup - 1)
   if profiled <= 0:
     raise ValueError(

@@ -176,7 +176,6 @@ def curves(study: Study) -> Iterator[Shown]:
     for family, codecs in families(list(group.runs)):
       figure, axes = panel(f"{family}: {group.name}")
       rows: Rows = []
-      epochs: list[float] = []
       for i, codec in enumerate(codecs):
         found = list(group.curves(codec).values())
         count = min(map(len, found))
@@ -191,14 +190,13 @@ def curves(study: Study) -> Iterator[Shown]:
       axes.set(xlabel="epochs", ylabel="test accuracy (%)")
       legend(figure, len(codecs))
       axes.grid(alpha=0.3)
-      longest = max(len(row) for row in rows) - 1
+      width = max(map(len, rows))
+      filled = lambda row, width=width: (row + [""] * width)[:width]
       points = next(iter(group.curves(codecs[0]).values()))
       header = ["codec", *(f"{p['step'] * x.batch / x.epoch:.2f}" for p in points)]
-      rows = [row + [""] * (longest + 1 - len(row)) for row in rows]
-      header = (header + [""] * longest)[: longest + 1]
       caption = f"{family}: {group.name}; a band is from the lowest to the highest seed"
       name = slug("curve", family, group.name)
-      yield Shown(name, caption, figure, header, rows)
+      yield Shown(name, caption, figure, filled(header), [*map(filled, rows)])
 
 
 def speeds(study: Study) -> Iterator[Shown]:
