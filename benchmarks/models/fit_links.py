@@ -135,9 +135,8 @@ def compare(runs: Sequence[Run], speeds: Mapping[str, CodecSpeed]) -> list[Row]:
         continue
       explanation = _explained(codec, way, run["hosts"], run["leaves"], run["mib"])
       cost = exchange_seconds(explanation, cluster, speeds[of].times(run["hosts"]))
-      measured, total = row["median_seconds"], cost.total
-      of_row = run["hosts"], run["rate"], name
-      rows.append(Row(*of_row, measured, total, total / measured - 1))
+      measured, of_row = row["median_seconds"], (run["hosts"], run["rate"], name)
+      rows.append(Row(*of_row, measured, cost.total, cost.total / measured - 1))
   return rows
 
 

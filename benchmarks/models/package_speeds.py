@@ -58,15 +58,6 @@ IN_BUCKETS = {
 }
 
 
-def read() -> Iterator[tuple[str, cost.CodecSpeed]]:
-  """Yields the speeds of the candidates in the file."""
-  rows = json.loads((cli.RESULTS / "codecs" / FILE).read_text())
-  for name, title in NAMES.items():
-    row = rows[f"{title}, {1 << 24}"]
-    scale = _COPY / row["seconds"]["copy"]
-    yield name, codec_speed(row["seconds"], scale)
-
-
 def in_copies(codec: codecs.QSGD, size: int, repeats: int) -> cost.CodecSpeed:
   """Measures a codec on a matrix of normal numbers, between copies of as many."""
   copies, speeds = [], []
@@ -159,7 +150,11 @@ def timed(quick: bool) -> dict[str, Mapping[str, float]]:
   """Returns the speeds on this machine's CPU, and those of the file."""
   size, repeats = (1 << 16, 1) if quick else (1 << 24, 9)
   quiet.keep(unless=quick)
-  speeds = {name: rounded(speed) for name, speed in read()}
+  rows = json.loads((cli.RESULTS / "codecs" / FILE).read_text())
+  speeds: dict[str, Mapping[str, float]] = {}
+  for name, title in NAMES.items():
+    times = rows[f"{title}, {1 << 24}"]["seconds"]
+    speeds[name] = rounded(codec_speed(times, _COPY / times["copy"]))
   for name, quantizer in IN_BUCKETS.items():
     speeds[name] = rounded(in_copies(quantizer, size, repeats))
   for name, codec in SPARSE.items():

@@ -30,9 +30,7 @@ from benchmarks.study.tasks import TEXTS
 FOLDER = DOCS / "results"
 RECORDS = RESULTS / "study" / "papers"
 EVIDENCE = RECORDS.with_name("evidence")
-CLAIMS = "# What the papers say"
 HEADLINE = "lenet on fashion-mnist/14, N = 8, batch 128, 2 epochs"
-SAFE = "## What does it cost in accuracy?"
 PAGES = FOLDER / "claims"
 DRAWN = PAGES / "pictures"
 _NAMES = tomllib.loads(Path(__file__).with_name("study.toml").read_text())
@@ -228,13 +226,13 @@ def tables(found, findings):
     [name, *(safe(group, codec) for group in columns.values())]
     for name, codec in _SAFE["codecs"].items()
   ]
-  yield SAFE, table(["", *columns], rows)
+  yield "## What does it cost in accuracy?", table(["", *columns], rows)
   papers = by_page(findings)
   rows = [
     [f"[{PAPERS[name][0]}](claims/{name}.md)", *map(str, report.counts(own))]
     for name, own in papers.items()
   ]
-  yield CLAIMS, table(["paper", *WORDS], rows)
+  yield "# What the papers say", table(["paper", *WORDS], rows)
   for name, own in papers.items():
     rows = []
     for x, y in own:

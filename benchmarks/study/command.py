@@ -26,6 +26,8 @@ import re
 import subprocess
 import sys
 import tempfile
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -35,6 +37,8 @@ from benchmarks.common import cli, quiet
 from benchmarks.study import items, methods, records
 from benchmarks.study.items import Item
 from examples.lib import comparisons
+
+_LIMIT = 6 * 3600.0  # seconds, after which hosts have failed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,13 +87,9 @@ class Report:
   price: float = 0.9  # dollars an hour of a worker
 
 
-def parse(argv: list[str] | None = None) -> Run | Report:
-  flags = (tyro.conf.FlagCreatePairsOff,)
-  return tyro.cli(Run | Report, args=argv, description=__doc__, config=flags)
-
-
 def main(argv: list[str] | None = None) -> None:
-  args = parse(argv)
+  flags = (tyro.conf.FlagCreatePairsOff,)
+  args = tyro.cli(Run | Report, args=argv, description=__doc__, config=flags)
   if isinstance(args, Report):
     from benchmarks.study import report
 
@@ -103,14 +103,20 @@ def main(argv: list[str] | None = None) -> None:
   except ValueError as error:
     print(error, file=sys.stderr)
     sys.exit(2)
-  return execute(args, found)
+  try:
+    return execute(args, found)
+  except BaseException:
+    if args.num_processes is None:
+      raise
+    traceback.print_exc()
+    os._exit(1)  # leaving normally would wait for the others, and they for us
 
 
 def execute(args: Run, found: list[Item]) -> None:
   """Runs what these processes run by themselves, and starts hosts for the rest."""
   import jax
 
-  from benchmarks.study import hosts, runner
+  from benchmarks.study import runner
 
   comparisons.join_processes(args)
   here, own, rest = jax.process_count(), [], []
@@ -126,7 +132,41 @@ def execute(args: Run, found: list[Item]) -> None:
   done = records.done(args.output) if rest else set()
   left = {(x.link, x.hosts) for x in (y.setting for y in rest) if x not in done}
   if left:
-    hosts.run(args, sorted(left))
+    on_hosts(args, sorted(left))
+
+
+def on_hosts(args: Run, links: Sequence[tuple[str, int]]) -> None:
+  """Runs launches on network namespaces, for each rate and number of hosts."""
+  from benchmarks.links import hosts as links_hosts
+  from benchmarks.links import launch
+
+  shaped = any(rate != "loopback" for rate, _ in links)
+  launch.begin(shaped, 'the link "loopback" does without')
+  for rate, count in links:
+    with launch.network(count, rate) as hosts:
+      found = launch.probed(hosts, links_hosts.bits_per_second(rate))
+      probe = min(found.bytes_a_second)
+      print(f"{count} hosts, {rate}: raw TCP carries {8e-6 * probe:,.0f} Mbit/s")
+      if not found.reached:
+        print("this machine does not reach the rate: it is not measured")
+        continue
+      same = {
+        "output": args.output,
+        "part": args.part,
+        "coordinator": f"{hosts[0].address}:{links_hosts.free_ports(1)[0]}",
+        "num-processes": count,
+        "devices": 1,
+        "link": rate,
+        "probe": probe,
+      }
+      commands = []
+      for rank, host in enumerate(hosts):
+        own = same | {"process-id": rank, "interface": host.interface}
+        given = [x for name, value in own.items() for x in (f"--{name}", str(value))]
+        given += ["--ways", *args.ways] if args.ways else []
+        commands.append(cli.module("benchmarks.study", "run", args.launches, *given))
+      env = cli.path() | launch.ENVIRONMENT
+      links_hosts.run(hosts, commands, env, _LIMIT, shown=True)
 
 
 _RUNS = 2 * 2 * 2 + 2 * 2 * 2  # by networks, codecs, and seeds or workers

@@ -118,10 +118,8 @@ def trainer(images: data.ImageSet, setting: Setting) -> Trainer:
     return reached, state
 
   def sent() -> dict[str, Any]:
-    shapes = ways.Images(
-      jax.ShapeDtypeStruct((setting.batch, side**2), jnp.float32),
-      jax.ShapeDtypeStruct((setting.batch,), jnp.int32),
-    )
+    of_batch = lambda split: jax.tree.map(lambda x: x[: setting.batch], split)
+    shapes = jax.eval_shape(lambda split: _scaled(of_batch(split)), given)
     of = lambda codec: _way(setting, codec, side, classes).sent(shapes)
     own, plain = of(setting.codec), of("f32")
     return {"bytes_a_step": float(own), "ratio": own / plain, "exchanges": []}

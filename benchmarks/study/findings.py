@@ -11,7 +11,7 @@ and ``gbit`` are those of the ``Judge``. All other keys are options.
 
 import json
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,14 +71,10 @@ def _judge(judge: str = "", record: str = "", look: str = "", **options: Any) ->
   """Returns the judge that a claim names, or one that looks at a record."""
   for name in options.keys() & {"groups", "own", "pairs"}:
     options[name] = getattr(accuracy, options[name])
-  if record:
-    return _of(record, _made(vars(elsewhere)[look], options))
-  return _made(_JUDGES[judge], options)
-
-
-def _made(found: Callable[..., Any], options: dict[str, Any]) -> Any:
-  """Calls what takes options, and returns what takes none as it is."""
-  return found(**options) if options else found
+  found = _JUDGES[look or judge]
+  if options:  # what takes none is made already
+    found = found(**options)
+  return _of(record, found) if record else found
 
 
 def _of(record: str, look: elsewhere.Look) -> Judge:

@@ -234,8 +234,17 @@ def make(setting: Setting, *, steady: bool = False) -> tuple[Transform, Transfor
   if part:
     options["min_leaf_size"] = 0  # for labels leave the small ones out
   first = 0 if steady else first_steps(setting.codec, setting.steps)
-  momentum = {"momentum": setting.momentum, "nesterov": setting.nesterov}
-  tx = _with_start(found, first, momentum if found.momentum else {}, options)
+  if found.momentum:
+    options |= {"momentum": setting.momentum, "nesterov": setting.nesterov}
+  tx = found.make(**options)
+  if first:
+    if found.momentum:
+      dense = gradcomp.redsync(1.0, **options)
+    else:
+      shared = ("exchange", "feedback", "min_leaf_size")  # switch wants them alike
+      alike = {x: y for x, y in found.make.keywords.items() if x in shared}
+      dense = gradcomp.dense(**(alike | options))
+    tx = gradcomp.wrappers.switch([first], [dense, tx])
   if part:
     alike = {"exchange": "local"} if setting.exchange == "local" else {}
     full = gradcomp.dense(axis_name=AXIS, **alike)
@@ -261,18 +270,3 @@ def first_steps(name: str, steps: int) -> int:
   """
   method = METHODS.get(name.partition(":")[0])
   return round(method.start * steps) if method else 0
-
-
-def _with_start(
-  method: Method, first: int, own: dict[str, Any], options: dict[str, Any]
-) -> Transform:
-  tx = method.make(**own, **options)
-  if not first:
-    return tx
-  if method.momentum:
-    dense = gradcomp.redsync(1.0, **own, **options)
-  else:
-    shared = ("exchange", "feedback", "min_leaf_size")  # switch wants them alike
-    alike = {x: found for x, found in method.make.keywords.items() if x in shared}
-    dense = gradcomp.dense(**(alike | options))
-  return gradcomp.wrappers.switch([first], [dense, tx])

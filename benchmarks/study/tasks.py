@@ -30,7 +30,6 @@ KNOWN = 1000  # inputs by whose statistics a batch norm normalizes in tests
 class Source(NamedTuple):
   """Holds what a network learns from."""
 
-  name: str  # of the data, with what was done to it
   model: Any  # makes the network, as ``training.Task`` wants it
   arrays: Batch  # inputs and labels, or a text twice. Batches are entries of them.
   test: Batch  # inputs and labels
@@ -55,15 +54,8 @@ def source(network: str, dataset: str, dropout: float | None = None) -> Source:
   model = data.network(kind, train.images.shape[1:], classes, dropout)
   if network in WIDENED:
     model = functools.partial(model, width=WIDENED[network])
-  return Source(
-    name=dataset,
-    model=model,
-    arrays=tuple(train),
-    test=tuple(test),
-    epoch=len(order),
-    draw=functools.partial(data.batches, data.Split(order, order)),
-    recurrent=False,
-  )
+  draw = functools.partial(data.batches, data.Split(order, order))
+  return Source(model, tuple(train), tuple(test), len(order), draw, recurrent=False)
 
 
 def images(dataset: str, folder: Path = FOLDER) -> data.ImageSet:
@@ -86,15 +78,11 @@ def _language(network: str, corpus: str, dropout: float | None) -> Source:
   found = texts.load(corpus)
   order = np.arange(len(found.train), dtype=np.int32)
   tested = min(_TESTED, _LOGITS // found.symbols)
-  return Source(
-    name=corpus,
-    model=texts.network(MODELS[network], found.symbols, dropout),
-    arrays=(found.train, found.train.astype(np.int32)),
-    test=tuple(texts.in_order(found.test[:tested], LENGTH)),
-    epoch=len(order) // LENGTH,
-    draw=functools.partial(texts.batches, order, length=LENGTH),
-    recurrent=True,
-  )
+  model = texts.network(MODELS[network], found.symbols, dropout)
+  arrays = found.train, found.train.astype(np.int32)
+  test = tuple(texts.in_order(found.test[:tested], LENGTH))
+  draw = functools.partial(texts.batches, order, length=LENGTH)
+  return Source(model, arrays, test, len(order) // LENGTH, draw, recurrent=True)
 
 
 def reduced(images: np.ndarray, pixels: int) -> np.ndarray:

@@ -60,7 +60,7 @@ def test_runs_end_well_are_skipped_or_fail(tmp_path, monkeypatch, capsys):
 
 # Those that another one starts, that fetch data, or that write pages.
 OTHERS = """
-study.hosts links.delay links.hosts links.process links.torch_worker study.queue.run
+links.delay links.hosts links.process links.torch_worker study.queue.run
 study.queue.status study.queue.train quick
 study.mirrors compilers.cut gpu.served pages.records pages.study
 """

@@ -52,27 +52,21 @@ INFINIBAND = Cluster(_NVLINK, _INSIDE, Link(latency=0.0, bytes_per_second=12.5e9
 PUSH_RATIO = 16.0  # 32 bits to 2; 20.19 to a ternary digit, log2(3) bits: the least
 
 
-def exchange_seconds(nbytes: float, *where: *Where) -> float:
-  """Returns ``g/C_gwd lg i + g/C_cwd + (C_ncost + g/C_nwd) lg j``, logarithms of 2."""
-  *_, links = where
-  to_cpu = collective_seconds("tree", nbytes, 2, links.to_cpu)
-  return _added_seconds(nbytes, *where) + to_cpu
-
-
 def strong_scaling_seconds(
   profiled: float, nbytes: float, *where: *Where, profiled_bytes: float | None = None
 ) -> float:
   """Returns the seconds of a step with its batch divided over all GPUs (equation 15).
 
-  ``(T - g/C_cwd) / (i j) + T_comm(i, j)``. ``profiled_bytes`` are those of the transfer
-  in T, in ``float32`` if only the exchange is compressed.
+  ``(T - g/C_cwd) / (i j) + T_comm(i, j)``, where ``T_comm(i, j)`` is ``g/C_gwd lg i +
+  g/C_cwd + (C_ncost + g/C_nwd) lg j``, with logarithms of 2. ``profiled_bytes`` are
+  those of the transfer in T, in ``float32`` if only the exchange is compressed.
 
   >>> round(strong_scaling_seconds(0.5, 244e6, 4, 1, ETHERNET), 9)
   0.1921
   """
   gpus, machines, links = where
-  sent = nbytes if profiled_bytes is None else profiled_bytes
-  transfer = collective_seconds("tree", sent, 2, links.to_cpu)
+  to_cpu = lambda sent: collective_seconds("tree", sent, 2, links.to_cpu)
+  transfer = to_cpu(nbytes if profiled_bytes is None else profiled_bytes)
   computation = above_0("profiled", profiled) - transfer
   if computation <= 0:
     raise ValueError(
@@ -80,7 +74,7 @@ def strong_scaling_seconds(
       f"{transfer}, got {profiled!r}."
     )
   workers = count("gpus", gpus) * count("machines", machines)
-  return computation / workers + exchange_seconds(nbytes, *where)
+  return computation / workers + _added_seconds(nbytes, *where) + to_cpu(nbytes)
 
 
 def weak_scaling_seconds(profiled: float, nbytes: float, *where: *Where) -> float:

@@ -93,29 +93,19 @@ def _counts(group: Group, unit: str) -> bool:
 
 
 def compared(
-  codecs: Sequence[str],
-  ends: dict[str, float],
+  codecs: Sequence[str],  # each of which should
+  ends: dict[str, float],  # a rule, and its number
   *,
-  than: str = "f32",
-  of: str = "difference",
-  groups: Chosen = images,
-  own: Chosen = lambda setting: True,
-  counts: Sequence[int] = (),
-  error: float = LITTLE,
+  than: str = "f32",  # the codec beside which they end
+  of: str = "difference",  # the method of ``Group`` that compares
+  groups: Chosen = images,  # that the claim is about
+  own: Chosen = lambda setting: True,  # those of them that decide; others are shown
+  counts: Sequence[int] = (),  # of workers, all of which must be there
+  error: float = LITTLE,  # float32's in the paper, in percent, where that is below 5
 ) -> verdicts.Judge:
   """Returns a judge of whether codecs end as they should.
 
   Trainings that differ in their length alone are pooled.
-
-  Args:
-    codecs: each of which should.
-    ends: a rule, and its number.
-    than: the codec beside which they end.
-    of: the method of ``Group`` that compares.
-    groups: that the claim is about.
-    own: those of them that decide; others are shown.
-    counts: of workers, all of which must be there.
-    error: float32's in the paper, in percent, where that is below 5.
   """
   decide = rule(ends)
   less = "" if than == "f32" else f" - {than}"

@@ -58,13 +58,11 @@ def units(way: str) -> Look:
 
   ``way``: ``"model"`` for activations and errors, ``"data"`` for gradients.
   """
-
-  def look(record: Any) -> Iterator[Seen]:
-    for x in record["types"]:
-      if x["way"] == way:
-        yield blocked(f"digits, {x['unit']} units", x["accuracy_percent"])
-
-  return look
+  return lambda record: (
+    blocked(f"digits, {x['unit']} units", x["accuracy_percent"])
+    for x in record["types"]
+    if x["way"] == way
+  )
 
 
 def little_error(

@@ -6,6 +6,8 @@ so numbers that are as close cannot tell. Whole exchanges without a network are 
 links/speed.py, which its results have.
 """
 
+import functools
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -46,7 +48,7 @@ def timed(label: str, ratio: float, limit: Limit) -> Bar:
 
 
 def of_ratio(
-  label: str, ratio: float, limit: Limit, numbers: str, link: str = ""
+  limit: Limit, label: str, ratio: float, numbers: str, link: str = ""
 ) -> Seen:
   """Returns whether a ratio of times is on the right side of its limit."""
   sides = (ratio, limit.value) if limit.above else (limit.value, ratio)
@@ -58,14 +60,8 @@ def ratios(
   needs: str, unit: str, value: float = 1.0, above: bool = True
 ) -> Callable[[Callable[[Study], Iterable[Ratio]]], Judge]:
   """Makes a judge of what yields ratios of times, each with its label."""
-  limit = Limit(value, above, unit)
-  of = lambda look: (
-    lambda study: (
-      of_ratio(label, ratio, limit, numbers, link)
-      for label, ratio, numbers, link in look(study)
-    )
-  )
-  return lambda look: Judge(of(look), needs)
+  seen = functools.partial(of_ratio, Limit(value, above, unit))
+  return lambda look: Judge(lambda study: itertools.starmap(seen, look(study)), needs)
 
 
 @needing("times of f32 and three QSGD codecs or more")
@@ -164,7 +160,7 @@ def rises(study: Study) -> Iterator[Seen]:
       f"{cell.setting.network} {cell.intensity:.0f} MB/GFLOP: {gain:.2f} x"
       for cell, gain in zip(cells, gains, strict=True)
     )
-    seen = of_ratio(where, gains[-1] / gains[0], limit, f"{where}: {numbers}")
+    seen = of_ratio(limit, where, gains[-1] / gains[0], f"{where}: {numbers}")
     low = max(gains) <= _BOUND * (1 + _NOISE)
     if len(cells) > 1:
       yield seen if low else seen._replace(holds=False)

@@ -210,16 +210,13 @@ def bar(label: str, found: Spread, limit: Limit) -> Bar:
 def judged(
   found: Spread,
   decide: Rule,
-  label: str,
-  numbers: str = "{label} {found} ({found.seeds})",
+  label: str,  # of the setting and the codec
+  numbers: str = "{label} {found} ({found.seeds})",  # how they are said with it
   *,
   unit: str = POINTS,
   rank: int = COUNTS,
 ) -> Seen:
-  """Returns the answer of an interval over seeds, with its rank and its bar.
-
-  ``label``: of the setting and the codec. ``numbers``: how they are said with it.
-  """
+  """Returns the answer of an interval over seeds, with its rank and its bar."""
   holds, shown = decide(found), bar(label, found, decide.limit(unit))
   if holds is None and found.count < ENOUGH:
     rank = min(rank, FEW)

@@ -106,9 +106,7 @@ def locally_connected(filters: int, side: int = 8) -> Net:
   pixels and 7 x 7 for 14 x 14, where the paper's have 6 x 6 for 24 x 24.
   """
   places = -(-side // 2)
-
-  def init_front(key: jax.Array) -> Any:
-    return tuple(drawn(key, (25, filters), (9 * filters, filters)))
+  init_front = lambda key: tuple(drawn(key, (25, filters), (9 * filters, filters)))
 
   def features(front: Any, images: jax.Array) -> jax.Array:
     x = normalized(pooled(convolved(front[0], images, 5), 3, 2))
@@ -137,12 +135,9 @@ def three_dense(filters: int, hidden: int, side: int = 8, updates: int = 1) -> N
   AlexNet has five convolutions and three pools.
   """
   places = -(-side // 4)  # as two pools that round up leave
+  init_front = lambda key: tuple(drawn(key, (9, filters), (9 * filters, 2 * filters)))
 
-  def init_front(key: jax.Array) -> Any:
-    return tuple(drawn(key, (9, filters), (9 * filters, 2 * filters)))
-
-  def features(front: Any, images: jax.Array) -> jax.Array:
-    x = images
+  def features(front: Any, x: jax.Array) -> jax.Array:
     for layer in front:
       x = normalized(pooled(convolved(layer, x, 3), 3, 2))
     return x.reshape(x.shape[0], -1)
