@@ -88,8 +88,9 @@ class Report:
 
 
 def main(argv: list[str] | None = None) -> None:
-  flags = (tyro.conf.FlagCreatePairsOff,)
-  args = tyro.cli(Run | Report, args=argv, description=__doc__, config=flags)
+  args: Run | Report = tyro.cli(
+    Run | Report, args=argv, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,)
+  )
   if isinstance(args, Report):
     from benchmarks.study import report
 

@@ -63,14 +63,9 @@ def _low(make: Callable[..., Transform], *args: Any, group_size: int = 0) -> Met
   return _of(make, *args, exchange=exchange, feedback=None, min_leaf_size=0)
 
 
-def _wen(clip_sigmas: float | None = 2.5) -> dict[str, Any]:
-  """Returns the options of TernGrad as Wen's: see the top of the file."""
-  return {"clip_sigmas": clip_sigmas, "dither": "independent", "min_leaf_size": 0}
-
-
-def one_layer(**options: Any) -> Transform:
+def one_layer(clip_sigmas: float, **options: Any) -> Transform:
   """Makes TernGrad with one scale for all leaves, which Wen calls worse (3.3)."""
-  return optax.flatten(gradcomp.terngrad(**options))
+  return optax.flatten(gradcomp.terngrad(clip_sigmas, **options))
 
 
 def _sparse(density: float, start: float = 0.1, **options: Any) -> Method:
@@ -85,10 +80,11 @@ def asq_but_output(density: float, **options: Any) -> Transform:
   return optax.partition(parts, output_layer)
 
 
-# Grubic's QSGD, and types as Dettmers' nets send them: see the top of the file.
+# Grubic's QSGD, Wen's TernGrad, and types as Dettmers' nets send them: see the top.
 _FORGETFUL = TwoShot(feedback=False)
 _ALONE = {"exchange": _FORGETFUL, "dither": "independent"}
 _plain = functools.partial(_of, gradcomp.qsgd, **_ALONE)
+_wen = functools.partial(_of, gradcomp.terngrad, dither="independent", min_leaf_size=0)
 _eight = functools.partial(
   _of, gradcomp.eight_bit, exchange="all_gather", min_leaf_size=0, feedback=None
 )
@@ -136,13 +132,10 @@ METHODS: dict[str, Method] = {
   "terngrad-noclip": _of(gradcomp.terngrad, None),
   "terngrad-forgetful": _of(gradcomp.terngrad, exchange=_FORGETFUL),
   "terngrad-independent": _of(gradcomp.terngrad, **_ALONE),
-  "terngrad-paper": _of(gradcomp.terngrad, **_wen()),
-  **{
-    f"terngrad-{c:g}-paper": _of(gradcomp.terngrad, **_wen(c))
-    for c in (1.5, 2.0, 3.0, 4.0)
-  },
-  "terngrad-noclip-paper": _of(gradcomp.terngrad, **_wen(None)),
-  "terngrad-global-paper": _of(one_layer, **_wen()),
+  "terngrad-paper": _wen(2.5),
+  **{f"terngrad-{c:g}-paper": _wen(c) for c in (1.5, 2.0, 3.0, 4.0)},
+  "terngrad-noclip-paper": _wen(None),
+  "terngrad-global-paper": _of(one_layer, 2.5, dither="independent", min_leaf_size=0),
   # Dettmers, whose workers keep no residuals.
   **{x.replace("_", "-"): _of(gradcomp.eight_bit, x, feedback=None) for x in TYPES},
   "dynamic-tree-paper": _eight("dynamic_tree"),
