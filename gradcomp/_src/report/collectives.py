@@ -227,18 +227,12 @@ def is_exchange(scope: str) -> bool:
 
 def connected(pairs: Pairs) -> list[set[int]]:
   """Returns the sets of workers that a permutation connects."""
-  near: dict[int, list[int]] = {}
-  for a, b in pairs:
-    near.setdefault(a, []).append(b)
-    near.setdefault(b, []).append(a)
-  groups: list[set[int]] = []
-  while near:
-    group, last = set[int](), {next(iter(near))}
-    while last:
-      group |= last
-      last = {y for x in last for y in near.pop(x)} - group
-    groups.append(group)
-  return groups
+  group_of: dict[int, set[int]] = {}
+  for pair in pairs:
+    small, large = sorted((group_of.setdefault(x, {x}) for x in pair), key=len)
+    large |= small
+    group_of |= dict.fromkeys(small, large)
+  return [*{id(group): group for group in group_of.values()}.values()]
 
 
 def span(axes: _Axes, data: _Axes, sizes: Mapping[str, int], pairs: Pairs) -> int:
