@@ -74,14 +74,15 @@ def recut_owned(
   waiting: dict[int, tuple[np.ndarray, Codec, jax.ShapeDtypeStruct]] = {}
   for axes, matrices in owned_matrices(old).items():
     for matrix, array in zip(matrices, owned[axes], strict=True):
-      rows = concat_rows(array, old.workers, places(axes))
+      count, (_, *tile) = places(axes), array.shape
+      rows = swap_outer(array, old.workers, count).reshape(count, -1, *tile)
       for leaf, slot, like in matrix.leaves():
         waiting[leaf] = rows[:, slot.start : slot.stop], matrix.codec, like
   result: dict[Axes, tuple[np.ndarray, ...]] = {}
   for axes, matrices in owned_matrices(new).items():
     for matrix in matrices:
-      share, *tile = matrix.shape
-      rows = np.zeros((places(axes), new.workers * share, *tile), np.float32)
+      count, (share, *tile) = places(axes), matrix.shape
+      rows = np.zeros((count, new.workers * share, *tile), np.float32)
       for leaf, slot, _ in matrix.leaves():
         if leaf in waiting:
           moved, codec, like = waiting.pop(leaf)
@@ -90,7 +91,8 @@ def recut_owned(
             tiles = [matrix.codec.split(_leaf(x, codec, like)) for x in moved]
             moved = np.stack([x.reshape(-1, *tile) for x in tiles])
           rows[:, slot.start : slot.stop] = moved * np.float32(factor)
-      result[axes] = *result.get(axes, ()), stack_rows(rows, new.workers)
+      stacked = swap_outer(rows.reshape(-1, *tile), count, new.workers)
+      result[axes] = *result.get(axes, ()), stacked
   if any(len(rows) > 1 for rows, *_ in waiting.values()):
     raise ValueError(
       "`optimizer` must have an exchange with owner residuals for the new number of "
@@ -105,15 +107,7 @@ def _leaf(rows: np.ndarray, codec: Codec, like: jax.ShapeDtypeStruct) -> np.ndar
   return codec.join(tiles, like)
 
 
-def concat_rows(array: np.ndarray, workers: int, places: int) -> np.ndarray:
-  """Joins shares to rows: ``[N * places * share, ...]`` to ``[places, rows, ...]``."""
-  share = array.shape[0] // (workers * places)
-  shares = array.reshape(workers, places, share, *array.shape[1:])
-  return shares.swapaxes(0, 1).reshape(places, workers * share, *array.shape[1:])
-
-
-def stack_rows(rows: np.ndarray, workers: int) -> np.ndarray:
-  """Splits rows into shares: the inverse of :func:`concat_rows`."""
-  places, count, *tile = rows.shape
-  shares = rows.reshape(places, workers, count // workers, *tile)
-  return shares.swapaxes(0, 1).reshape(places * count, *tile)
+def swap_outer(array: np.ndarray, a: int, b: int) -> np.ndarray:
+  """Turns ``[a * b * n, ...]`` into ``[b * a * n, ...]``, of shares of n rows."""
+  shares = array.reshape(a, b, len(array) // (a * b), *array.shape[1:])
+  return shares.swapaxes(0, 1).reshape(array.shape)

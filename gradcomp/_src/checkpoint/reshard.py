@@ -258,13 +258,13 @@ class Move:
     """Reshards a leaf, ``[N * places * share, ...]``, to M owners."""
     ((axes, x),) = node.arrays.items()
     places, like = self._places(axes), new.arrays[axes]
-    rows = regroup.concat_rows(host_array(x), self.old_workers, places)
-    rows = rows.reshape(places, -1)
+    rows = regroup.swap_outer(host_array(x), self.old_workers, places)
+    rows = rows.reshape(places, x.size // places)
     result = np.zeros((places, like.size // places), x.dtype)
     count = min(rows.shape[1], result.shape[1])  # what is beyond is padding
     result[:, :count] = rows[:, :count]
-    result = result.reshape(places, like.shape[0] // places, *like.shape[1:])
-    return OwnedRows(self._stacked({axes: regroup.stack_rows(result, self.workers)}))
+    shares = regroup.swap_outer(result.reshape(like.shape), places, self.workers)
+    return OwnedRows(self._stacked({axes: shares}))
 
   def _own_steps(self, node: OwnSteps, new: OwnSteps, specs: OwnSteps) -> OwnSteps:
     """Gives worker i the inner state of worker i mod N; ValueError within a round."""
