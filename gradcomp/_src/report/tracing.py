@@ -152,6 +152,30 @@ def _read(jaxpr: Jaxpr, sizes: _Sizes, order: _Axes) -> tuple[list[Found], list[
   result, made, options = list[Found](), list[_Made](), dict[str, Any]()
   now: object = None
   parts: tuple[int, ...] = ()
+
+  def add(found: Found, event: reader.Event) -> None:
+    """Adds a collective of a message, or of the fit of codecs, to a transformation."""
+    one = reader.collective_of(event, sizes)
+    sent = one.times * one.exact_bytes_sent
+    if not isinstance(now, Message):
+      found.fitting += sent
+      return
+    for i, share in zip(now.leaves, _shares(now.layout, parts), strict=True):
+      found.by_leaf[i] += sent * share
+    data, axes = own_axes(found.plan.axis_name, ()), reader.axes_of(event.equation)
+    if axes == data[1:]:
+      found.inside += sent
+    ranks = order if set(order) >= set(axes) else data
+    row = span(axes, ranks, sizes, event.equation.params.get("perm", ()))
+    one = dataclasses.replace(one, message=found.plan.messages.index(now), span=row)
+    is_sum = str(event.equation.primitive) == "psum"
+    alike = lambda x: (x.message, x.workers, x.span, x.times)
+    if is_sum and found.ends_in_sum and alike(found.collectives[-1]) == alike(one):
+      last = found.collectives.pop()  # XLA joins consecutive sums to one
+      one = dataclasses.replace(last, operands=last.operands + one.operands)
+    found.collectives.append(one)
+    found.ends_in_sum = is_sum
+
   for event in reader.events(jaxpr):
     about = event.equation.params.get("about")
     if isinstance(about, studies.Options):
@@ -170,40 +194,8 @@ def _read(jaxpr: Jaxpr, sizes: _Sizes, order: _Axes) -> tuple[list[Found], list[
     elif event.shown and event.equation.primitive is studies.NOTE:
       now, parts = about, ()
     elif event.shown and (now == studies.FITTING or isinstance(now, Message)):
-      _add(result[-1], now, parts, event, sizes, order)
+      add(result[-1], event)
   return result, made
-
-
-def _add(
-  found: Found,
-  about: object,
-  parts: tuple[int, ...],
-  event: reader.Event,
-  sizes: _Sizes,
-  order: _Axes,
-) -> None:
-  """Adds a collective of a message, or of the fit of codecs, to a transformation."""
-  collective = reader.collective_of(event, sizes)
-  sent = event.place.times * collective.exact_bytes_sent
-  if not isinstance(about, Message):
-    found.fitting += sent
-    return
-  for i, share in zip(about.leaves, _shares(about.layout, parts), strict=True):
-    found.by_leaf[i] += sent * share
-  data, axes = own_axes(found.plan.axis_name, ()), reader.axes_of(event.equation)
-  if axes == data[1:]:
-    found.inside += sent
-  ranks = order if set(order) >= set(axes) else data
-  row = span(axes, ranks, sizes, event.equation.params.get("perm", ()))
-  number = found.plan.messages.index(about)
-  one = dataclasses.replace(collective, message=number, span=row)
-  is_sum = str(event.equation.primitive) == "psum"
-  alike = lambda x: (x.message, x.workers, x.span, x.times)
-  if is_sum and found.ends_in_sum and alike(found.collectives[-1]) == alike(one):
-    last = found.collectives.pop()  # XLA joins consecutive sums to one
-    one = dataclasses.replace(last, operands=last.operands + one.operands)
-  found.collectives.append(one)
-  found.ends_in_sum = is_sum
 
 
 def _shares(layout: Layout, parts: tuple[int, ...]) -> list[Fraction]:
