@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from gradcomp._src.report import collectives as sent
@@ -23,7 +23,7 @@ class Program(NamedTuple):
   collectives: tuple[Found, ...]
   devices: groups.Devices
   unseen: tuple[str, ...]  # other names that send: to hosts, and communicating kernels
-  untold: tuple[str, ...]  # collectives and means of exchanges without a name
+  untold: tuple[str, ...]  # collectives without a scope, means that none completes
   axes: tuple[str, ...] = ()  # of the mesh
 
 
@@ -75,16 +75,12 @@ def parse_program(text: str) -> Program:
   found = tuple(walk((), module.entry, Place(), in_front=False, chains=None))
   ends = [(x, *path[-1]) for x, _, _, path in found if x.workers > 1]
   scopes = {body[number].name: x.scope for x, body, number in ends}
-  return Program(module, found, devices, tuple(unseen), _untold(module, scopes))
-
-
-def _untold(module: hlo_text.Module, scopes: Mapping[str, str]) -> tuple[str, ...]:
-  """Returns collectives without a scope, and means that no collective completes."""
   names = {x.op_name for body in module.computations.values() for x in body}
-  if not any(map(sent.is_exchange, names)):
-    return ()
-  lost = sent.means_in(names) - sent.means_in(scopes.values())
-  return *(x for x in scopes if not scopes[x]), *sorted(lost)
+  untold: list[str] = []
+  if any(map(sent.is_exchange, names)):
+    lost = sent.means_in(names) - sent.means_in(scopes.values())
+    untold = [*(x for x in scopes if not scopes[x]), *sorted(lost)]
+  return Program(module, found, devices, tuple(unseen), tuple(untold))
 
 
 def _calls(

@@ -1,8 +1,5 @@
 """``overlap_report``: the work beside the collectives of a program."""
 
-# Links and processors work side by side only where the compiler's schedule lets them. A
-# program that runs in its order, from a start to its end, can be read without a device.
-
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
@@ -123,8 +120,8 @@ def overlap_report(
   A compiled program runs in the order of its text. The overlap of an asynchronous
   collective is the work between its start and its end, also in the next trip of a loop:
   instructions that read or write arrays, and are no collectives. It is *exposed* where
-  that work reads and writes fewer bytes than the collective sends. Nothing runs: the
-  schedule allows an overlap.
+  that work reads and writes fewer bytes than the collective sends. Nothing runs: links
+  and processors work side by side only where the schedule lets them.
 
   Asynchronous are pairs of ``-start`` and ``-done``, unless XLA marks them as
   synchronous; on TPUs also chains of fusions that advance a collective, calls of a

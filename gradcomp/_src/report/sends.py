@@ -167,9 +167,7 @@ def _scope_of(x: Instruction, body: Computation, around: str = "") -> str:
   XLA:TPU splits a collective of several slices in nameless ones, between slices and
   inside; copies and reshapes around them keep the name of JAX's collective. The last
   part has it, and earlier ones are stages. Of several sums XLA makes one with one name,
-  or none, and their parts keep names: these are joined, as XLA joins names. Without any
-  name, a result of an exchange is sent in a stage; otherwise the scope is ``around``,
-  or that of the operand's source.
+  or none, and their parts keep names: these are joined, as XLA joins names.
   """
   several = len(x.operands) > 1
   is_part = lambda y: (several and y.opcode == "get-tuple-element") or _cuts(y, body)

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from gradcomp._src.report import collectives as sent
 from gradcomp._src.report import hlo
-from gradcomp._src.report.groups import Devices, Groups
+from gradcomp._src.report.groups import Groups
 
 _MOST = 4  # conditionals whose ratios are printed
 
@@ -26,11 +26,9 @@ class WireReport:
 
   Attributes:
     collectives: one :class:`Collective` for each, in the order of the program.
-    unseen: the names of instructions that send or receive, and cannot be counted:
-      transfers to or from the host, and kernels that communicate.
+    unseen: the names of instructions that send or receive, and cannot be counted.
     untold: the names of collectives that XLA has left without a scope, and of means
-      that no collective completes: nothing shows the bytes of a plain mean. It is empty
-      in programs without an exchange of gradcomp.
+      that no collective completes; empty in programs without an exchange of gradcomp.
     axes: the axes of the mesh, the outermost first; empty if the mesh is unknown.
   """
 
@@ -248,10 +246,17 @@ def read_program(program: Any, mesh: Mesh | AbstractMesh | None) -> hlo.Program:
     )
   if mesh is None:
     kinds = "input_shardings", "output_shardings"
-    places = jax.tree.leaves([getattr(stage, kind, ()) for kind in kinds])
-    meshes = (x.mesh for x in places if isinstance(x, NamedSharding))
+    shardings = jax.tree.leaves([getattr(stage, kind, ()) for kind in kinds])
+    meshes = (x.mesh for x in shardings if isinstance(x, NamedSharding))
     mesh = next((x for x in meshes if x.size == count), None)
-  indices = _indices(mesh, found.devices)
+  indices: dict[str, np.ndarray] = {}  # of the devices along each axis
+  if mesh is not None:
+    # XLA numbers the devices of a program in the order of its mesh: slice by slice.
+    order = np.arange(mesh.size)
+    if found.devices.slices > 1 and isinstance(mesh, Mesh):
+      order = np.argsort([x.slice_index for x in mesh.devices.flat], kind="stable")
+    places = np.unravel_index(order, mesh.axis_sizes)
+    indices = dict(zip(mesh.shape, places, strict=True))
   again = _taken_again(found.collectives)
   differ = lambda index, groups: any(np.ptp(index[list(x)]) > 0 for x in groups)
   axes = lambda groups: [x for x, index in indices.items() if differ(index, groups)]
@@ -282,14 +287,3 @@ def _taken_again(found: Sequence[hlo.Found]) -> set[int]:
     if size and sum(found[i][0].elements for i in numbers) >= size:
       result.update(numbers)
   return result
-
-
-def _indices(mesh: Mesh | AbstractMesh | None, devices: Devices) -> dict[str, Any]:
-  """Returns the index along each axis of the mesh of the devices of a program."""
-  if mesh is None:
-    return {}
-  # XLA numbers the devices of a program in the order of its mesh: slice by slice.
-  order = np.arange(mesh.size)
-  if devices.slices > 1 and isinstance(mesh, Mesh):
-    order = np.argsort([x.slice_index for x in mesh.devices.flat], kind="stable")
-  return dict(zip(mesh.shape, np.unravel_index(order, mesh.axis_sizes), strict=True))
