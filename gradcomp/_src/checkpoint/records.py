@@ -209,14 +209,13 @@ def _differences(saved: Any, record: Any) -> list[tuple[str, Any, Any]]:
 def _shown(old: Any, new: Any) -> tuple[str, str]:
   """Returns the texts of two values, of options of one type those that differ."""
   texts = [str(x or "nothing") for x in (old, new)]
-  both = [re.fullmatch(r"(\w+)\((.*)\)", text) for text in texts]
-  if both[0] and both[1]:
-    kinds = [x[1] for x in both if x]
-    fields = zip(*(x[2].split(", ") for x in both if x), strict=False)
+  if match := re.fullmatch(r"(\w+)\((.*)\)\n(\w+)\((.*)\)", "\n".join(texts)):
+    kind, was, other, now = match.groups()
+    fields = zip(was.split(", "), now.split(", "), strict=False)
     differ = zip(*(pair for pair in fields if pair[0] != pair[1]), strict=True)
-    if kinds[0] != kinds[1]:
-      texts = kinds
-    elif not re.search(r"[(\[]", "".join(x[2] for x in both if x)):
-      texts = [f"{kinds[0]}({', '.join(x)})" for x in differ] or texts
+    if kind != other:
+      texts = [kind, other]
+    elif not re.search(r"[(\[]", was + now):
+      texts = [f"{kind}({', '.join(x)})" for x in differ] or texts
   was, now = (x if len(x) <= 300 else f"{x[:300]}..." for x in texts)
   return was, now
