@@ -24,9 +24,9 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
   *,
   axis_name: axes.AxisName | None = None,
   codec: protocol.LeafCodec = _ONE_BIT,
-  warmup: int | moments.Stable = _STABLE,
+  warmup: int | moments.Warmup = _STABLE,
   variance: moments.Variance = "frozen",
-  local: int | local_adam.DoublingGaps | None = None,
+  local: int | local_adam.Gaps | None = None,
   floor: float = 0.1,
   b1: float = 0.9,
   b2: float = 0.999,
@@ -78,7 +78,8 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
   It departs from the papers in four ways:
 
   - A step that averages gradients sends no momenta: the mean updates :math:`m`, and
-    residuals are kept. With ``local`` it follows an exchange, and may end a gap early.
+    residuals are kept. With ``local`` such a step follows an exchange, and may end a
+    gap early.
   - Workers send :math:`u_i / \Gamma`, not :math:`u_i`, so that gaps of one step equal
     steps without ``local``. Weights decay where all move.
   - An element with :math:`v = 0` has had no gradient and stays. Its first momentum sets
@@ -150,21 +151,38 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
     et al., `0/1 Adam <https://arxiv.org/abs/2202.06009>`_, 2022, algorithm 1
   """
   told = arguments(adam, locals())
-  end = warmup if hasattr(warmup, "ended") else checks.step_count("warmup", warmup)
-  sends = transform.compress(
-    codec, axis_name=axis_name, exchange=exchange, feedback=feedback, **options
+  end: Any = warmup
+  if not hasattr(end, "ended"):
+    end = moments.Steps(checks.step_count("warmup", end))
+  shared = moments.Moments(
+    b1=b1,
+    b2=b2,
+    eps=eps,
+    warmup=end,
+    variance=variance,
+    compressed=transform.compress(
+      codec, axis_name=axis_name, exchange=exchange, feedback=feedback, **options
+    ),
+    axis_name=axis_name,
+    floor=floor,
   )
-  parts: Any = moments.Moments(eps, end, sends, axis_name, b1, b2, variance, floor)
+  parts: Any = shared
   if local is not None:
     if axis_name is None:
       raise ValueError(
         "`axis_name` must name the axis of the workers that move alone with `local`, "
         "got None; leave `local` out for one worker, which moves alone anyway."
       )
-    gaps = local if hasattr(local, "gap") else checks.step_count("local", local)
-    decay = moments.decoupled(weight_decay, mask) or optax.identity()
-    names = axes.axis_names(axis_name)
-    parts = local_adam.LocalAdam(parts, gaps, names, learning_rate, decay)
+    gaps: Any = local
+    if not hasattr(gaps, "gap"):
+      gaps = local_adam.EqualGaps(checks.step_count("local", gaps))
+    parts = local_adam.LocalAdam(
+      moments=shared,
+      gaps=gaps,
+      names=axes.axis_names(axis_name),
+      learning_rate=learning_rate,
+      decay=moments.decoupled(weight_decay, mask) or optax.identity(),
+    )
   is_later = variance == "doubling" or local is not None  # as 0/1 Adam has it
 
   @cites("tang2021onebitadam", *["lu2022zeroone"] * is_later)

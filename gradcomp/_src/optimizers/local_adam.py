@@ -27,6 +27,16 @@ class LocalMomentsState(NamedTuple):
   decay: Any  # the state of the weight decay
 
 
+@dataclasses.dataclass(frozen=True)
+class EqualGaps:
+  """Gaps of one length."""
+
+  most: int
+
+  def gap(self, since: jax.Array) -> jax.Array:
+    return jnp.full_like(since, self.most)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DoublingGaps(checks.Checked):
   r"""Doubles the gap between two exchanges after every k steps, as 0/1 Adam does.
@@ -61,15 +71,18 @@ class DoublingGaps(checks.Checked):
     return jnp.minimum(self.most, 2 ** jnp.minimum(since // self.every, 30))
 
 
+Gaps = EqualGaps | DoublingGaps  # rules for the steps from one exchange to the next
+
+
 _Own = tuple[Any, ...]  # a worker's displacement and momentum, like the parameters
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalAdam:
   """Adam with workers that move by themselves between two exchanges."""
 
   moments: Moments
-  gaps: int | DoublingGaps  # the steps from one exchange to the next, or their rule
+  gaps: Gaps
   names: tuple[str, ...]  # of the axes
   learning_rate: optax.ScalarOrSchedule
   decay: optax.GradientTransformation
@@ -92,7 +105,10 @@ class LocalAdam:
     schedule: Any = self.learning_rate
     rate = schedule(state.moments.count) if callable(schedule) else schedule
     rate = jnp.asarray(rate, jnp.float32)
-    step = lambda grads, *given: self._step(across.own(grads), *given)
+
+    def step(grads: Any, state: Any, like: Any, rate: Any) -> Any:
+      return self._step(across.own(grads), state, like, rate)
+
     moved = shard_maps.per_device(step, grads, across, keeps=False)
     direction, new = moved(grads, state, like, rate)
     direction, decay = self.decay.update(direction, state.decay, params)
@@ -116,13 +132,13 @@ class LocalAdam:
 
     def alone(grads: Any, own: _Own) -> tuple[MomentsState, _Own]:
       momenta = self.moments.moved(grads, own[1], self.moments.b1)
+
       move = lambda d, m, s, v: d - jnp.where(v == 0, 0, rate * (m / s))
       moved = jax.tree.map(move, own[0], momenta, scales, moments.nu)
       return moments, (moved, momenta)
 
     def sent(grads: Any, own: _Own) -> tuple[MomentsState, _Own]:
-      most = self.gaps if isinstance(self.gaps, int) else self.gaps.most
-      study.note(study.Options((("every", most),)))
+      study.note(study.Options((("every", self.gaps.most),)))
       share = jnp.where(total == 0, 1, rate / total)
 
       def mean(m: jax.Array, d: jax.Array, s: jax.Array, v: jax.Array) -> jax.Array:
@@ -139,11 +155,10 @@ class LocalAdam:
       return self._together(self.moments.averaged(grads, moments, self.names), like)
 
     is_dense = state.moments.count == moments.dense
-    gap: Any = self.gaps
-    if not isinstance(gap, int):
-      gap = gap.gap(state.synced - moments.updates + moments.later - 1)
+    gap = self.gaps.gap(state.synced - moments.updates + moments.later - 1)
+    is_last = moments.count - state.synced >= gap
     # A mean of gradients needs all of them at the same parameters.
-    is_sent = (moments.count - state.synced >= gap) | (moments.count == moments.dense)
+    is_sent = is_last | (moments.count == moments.dense)
     compressed = functools.partial(lax.cond, is_sent, sent, alone)
     new, own = lax.cond(~is_dense, compressed, dense, grads, own)
     met = is_dense | is_sent

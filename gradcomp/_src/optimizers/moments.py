@@ -23,6 +23,7 @@ Variance = Literal["frozen", "doubling"]
 
 _STEPS = (0, 1, 10, 100, 1000, 10_000, 100_000)  # at which rates are compared
 _GAPS = 16  # updates of the variance at each gap, as in the experiments of 0/1 Adam
+_NEVER = -1  # no step has this number
 
 
 class MomentsState(NamedTuple):
@@ -36,6 +37,19 @@ class MomentsState(NamedTuple):
   mu: Any  # the mean momentum, like the parameters, float32 or wider
   nu: Any  # the variance, likewise, of real numbers
   exchange: CompressState  # the residuals of the momenta, and their key
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+  """A warm-up of a number of steps."""
+
+  steps: int
+
+  def ended(
+    self, count: jax.Array, nu: Any, norm: jax.Array, span: int
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns whether it ended after ``count`` steps, and the norm to keep."""
+    return count >= self.steps, norm
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +88,6 @@ class Stable(checks.Checked):
   def ended(
     self, count: jax.Array, nu: Any, norm: jax.Array, span: int
   ) -> tuple[jax.Array, jax.Array]:
-    """Returns whether it ended after ``count`` steps, and the norm to keep."""
     due = count % span == 0
     now = sum(map(of_leaf, jax.tree.leaves(nu)), jnp.float32(0))
     now = jnp.where(due, now, norm)
@@ -82,17 +95,20 @@ class Stable(checks.Checked):
     return due & alike & (norm > 0) & (count >= self.least), now
 
 
-@dataclasses.dataclass(frozen=True)
+Warmup = Steps | Stable  # rules for its end
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Moments(checks.Checked):
   """The options of the moments: their decays, floor, and the exchange of momenta."""
 
-  eps: float
-  warmup: int | Stable  # its steps, or the rule for its end
-  compressed: Any  # the optax transformation of the momenta
-  axis_name: AxisName | None
   b1: float = checks.field(..., checks.BELOW_1)
   b2: float = checks.field(..., checks.BELOW_1)
+  eps: float
+  warmup: Warmup
   variance: Variance = checks.field(..., checks.choice(Variance))
+  compressed: Any  # the optax transformation of the momenta
+  axis_name: AxisName | None
   floor: float = checks.field(..., checks.BELOW_1)
 
   def init(self, params: Any) -> MomentsState:
@@ -109,8 +125,10 @@ class Moments(checks.Checked):
     self, across: place.Place, grads: Any, state: MomentsState, params: Any, like: Any
   ) -> tuple[Any, MomentsState]:
     """Returns a step at a rate of 1 in the dtypes of ``like``, and the next state."""
-    is_sent = state.count != state.dense
-    state = state._replace(count=optax.safe_increment(state.count))
+    count = optax.safe_increment(state.count)
+
+    def dense(grads: Any, state: MomentsState) -> MomentsState:
+      return self.averaged(grads, state._replace(count=count), across.axes)
 
     def own(grads: Any, mu: Any) -> tuple[Any, Any]:
       # Addends of a sum have a share of the mean momentum each.
@@ -119,9 +137,9 @@ class Moments(checks.Checked):
     def compressed(grads: Any, state: MomentsState) -> MomentsState:
       apart = shard_maps.per_device(own, grads, across, keeps=True)
       momenta, _ = apart(grads, state.mu)
-      return self.exchanged(momenta, state)
+      return self.exchanged(momenta, state._replace(count=count))
 
-    dense = lambda grads, state: self.averaged(grads, state, across.axes)
+    is_sent = state.count != state.dense
     state = lax.cond(is_sent, compressed, dense, grads, state)
     return self.direction(state, state.count, like), state
 
@@ -158,14 +176,11 @@ class Moments(checks.Checked):
 
   def _counted(self, state: MomentsState) -> MomentsState:
     """Counts an update of the variance, and decides which step has the next."""
-    if isinstance(self.warmup, int):
-      ended, norm = state.count >= self.warmup, state.norm
-    else:
-      span = round(1 / (1 - self.b2))
-      ended, norm = self.warmup.ended(state.count, state.nu, state.norm, span)
+    span = round(1 / (1 - self.b2))
+    ended, norm = self.warmup.ended(state.count, state.nu, state.norm, span)
     later = state.later + (ended | (state.later > 0))
     gap = 2 ** jnp.minimum((later - 1) // _GAPS, 30)
-    after = -1 if self.variance == "frozen" else state.count + gap - 1  # -1: no step
+    after = _NEVER if self.variance == "frozen" else state.count + gap - 1
     return state._replace(
       dense=jnp.where(later > 0, after, state.count),
       updates=state.updates + 1,
@@ -184,7 +199,7 @@ class Moments(checks.Checked):
     return jax.tree.map(lambda v: jnp.sqrt(v) + self.eps, self.variances(state))
 
   def variances(self, state: MomentsState) -> Any:
-    """Returns the corrected variances, with their floor once momenta were sent."""
+    """Returns the corrected variance, with its floor once momenta were sent."""
     sent = state.count > state.updates
     nu = optax.tree.bias_correction(state.nu, self.b2, state.updates)
 
@@ -203,9 +218,9 @@ def require_agreement(
   """Compares arguments of an optimizer: schedules by some rates, masks by leaves."""
   if agreement.is_alone():
     return
-  mask = told["mask"]
+  decay, mask = told["weight_decay"], told["mask"]
   rates = {x: _at_steps(y) for x, y in told.items() if callable(y) and x != "mask"}
-  if callable(mask) and params is not None and decoupled(told["weight_decay"], mask):
+  if callable(mask) and params is not None and decoupled(decay, mask):
     mask = mask(params)
   leaves = jax.tree_util.tree_leaves_with_path(mask)
   masked = {f"mask{jax.tree_util.keystr(path)}": x for path, x in leaves}
