@@ -112,7 +112,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Plan 
 def _parser(
   rule: str, read: Callable[[str], Any], fits: Callable[[Any], bool] = lambda x: True
 ) -> Callable[[str], Any]:
-  """Returns a parser that says the rule of texts which ``read`` has no value for."""
+  """Returns a parser that states the rule for texts without a value."""
 
   def parse(text: str) -> Any:
     with contextlib.suppress(ValueError):
