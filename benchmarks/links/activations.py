@@ -170,10 +170,12 @@ def predicted(
   )
   # Each of the two transfers hides under the products of its own direction.
   pairs = (there, forward), (back, max(0.0, both - forward))
-  # The first transfer is in full, and of every other pass what is not hidden.
-  ahead = sum(sent + (passes - 1) * max(0.0, sent - hides) for sent, hides in pairs)
-  paper = sum((hosts - 1) * (x - y) if x > y else x for x, y in pairs)
-  exposed = {"ahead": ahead, "after": passes * (there + back), "paper": paper}
+  of_pair = functools.partial(dettmers.exposed_seconds, passes=passes, nodes=hosts)
+  exposed = {
+    "ahead": sum(of_pair(*pair, penalty="passes") for pair in pairs),
+    "after": passes * (there + back),
+    "paper": sum(of_pair(*pair, penalty="nodes") for pair in pairs),
+  }
   return {rule: passes * both + seconds for rule, seconds in exposed.items()}
 
 

@@ -80,7 +80,7 @@ def program(size, count, *, keep):
 
 
 def test_one_group_follows_another():
-  """So the copies of all leaves never exist at once, with what XLA orders freely."""
+  """The copies of all leaves never exist at once, whatever order XLA chooses."""
   found = program(65536, 32, keep=False).memory_analysis()
   # Two groups of eight, and what else the encoder needs: less than half of all.
   assert found.temp_size_in_bytes < 4 * 65536 * 32 / 2

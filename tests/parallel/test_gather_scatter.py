@@ -77,7 +77,7 @@ def gathering(**options):
 
 @functools.cache
 def run(name, own):
-  """What collectives with a codec return, with the key ``KEY``, by their names."""
+  """Returns the results of collectives with a codec and ``KEY``, by their names."""
   codec = laws.here(CODECS[name])
   key = DRAWN if codec.needs_key else None
   options = dict(axis_name="data", codec=codec, key=key)

@@ -33,7 +33,7 @@ def gradients(steps, workers=N):
 
 
 def trail(tx, steps):
-  """What ``update`` gives in each step, under vmap and by one program: [N, ...]."""
+  """Returns the updates of each step, under vmap and by one program: [N, ...]."""
   state, result = jax.vmap(tx.init, axis_name="data")(jax.device_put(steps[0])), []
   chex.clear_trace_counter()
   once = chex.assert_max_traces(lambda g, s: tx.update(g, s), n=1)

@@ -95,7 +95,7 @@ def test_states_and_dtypes_are_stable(name):
 
 
 def parts(value):
-  """What walks of closures, like equinox's for Optimistix, go to from a value."""
+  """Returns what a walk of closures, like equinox's, goes to from a value."""
   if isinstance(value, types.FunctionType):
     return [cell.cell_contents for cell in value.__closure__ or ()]
   if isinstance(value, functools.partial):

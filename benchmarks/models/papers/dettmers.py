@@ -139,7 +139,6 @@ def cluster_pass(
   """
   one_of("bits", Bits, bits)
   one_of("sizes", Sizes, sizes)
-  one_of("penalty", Penalty, penalty)
   passes = max(1, round(_BATCH / count("sub_batch", sub_batch)))
   if sizes == "derived":
     nbytes = message_bytes(sub_batch, bits)
@@ -151,11 +150,35 @@ def cluster_pass(
       raise ValueError(f"`sub_batch` must be one of {known}, got {sub_batch!r}.")
     nbytes, latency = rows[0].nbytes[bits], rows[0].latency[bits]
   single = (NODES - 1) * (latency + (1 + PCIE) * nbytes / BYTES_PER_SECOND)
-  left = max(0.0, single - HIDDEN)
-  exposed = single + (passes - 1) * left
-  if left and penalty == "nodes":
-    exposed = (NODES - 1) * left
+  exposed = exposed_seconds(single, HIDDEN, passes, penalty=penalty)
   return Pass(single, exposed, passes * DENSE + exposed)
+
+
+def exposed_seconds(
+  single: float,
+  hidden: float,
+  passes: int,
+  *,
+  penalty: Penalty = "passes",
+  nodes: int = NODES,
+) -> float:
+  """Returns the seconds of a step's transfers that no computation hides.
+
+  The computation of a pass hides ``hidden`` of the next one's transfer. The first is in
+  full, and the rest of every other pass; the paper's rule has ``nodes`` less one.
+
+  >>> exposed_seconds(2.0, 1.5, passes=4), exposed_seconds(2.0, 2.5, passes=4)
+  (3.5, 2.0)
+  >>> exposed_seconds(2.0, 1.5, passes=4, penalty="nodes")
+  15.5
+  """
+  one_of("penalty", Penalty, penalty)
+  left = at_least_0("single", single) - at_least_0("hidden", hidden)
+  if left <= 0:
+    return single
+  if penalty == "nodes":
+    return (count("nodes", nodes) - 1) * left
+  return single + (count("passes", passes) - 1) * left
 
 
 def cluster_speedup(

@@ -25,7 +25,6 @@ from gradcomp._src.mesh.closures import arrays_of
 from gradcomp._src.mesh.per_worker import marked, of_all, unmarked
 from gradcomp._src.mesh.place import place
 from gradcomp._src.mesh.shard_maps import UNSEEN, Update, in_map, per_device
-from gradcomp._src.mesh.specs import axes_in, is_spec, restrict_spec, sharded_axes
 
 
 def on_workers(  # noqa: PLR0913 - facts of a core, by keyword
@@ -163,23 +162,27 @@ def _in_map(
     state = maps["filled"](state, mesh) if maps.get("filled") else state
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
     if maps.get("whole"):
-      placed = param_specs.by_leaf(shapes, jax.tree.leaves(specs, is_leaf=is_spec))
-      specs = jax.tree.map(lambda _: P(), specs, is_leaf=is_spec)
+      placed = param_specs.by_leaf(
+        shapes, jax.tree.leaves(specs, is_leaf=mesh_specs.is_spec)
+      )
+      specs = jax.tree.map(lambda _: P(), specs, is_leaf=mesh_specs.is_spec)
     # Over axes that shard nothing each device still sends a part of the words.
-    names = axes_in(specs).union(axis_names(axes))
-  each = functools.partial(jax.tree.map, is_leaf=is_spec)
-  cut = specs if axes_in(specs) else None
+    names = mesh_specs.axes_in(specs).union(axis_names(axes))
+  each = functools.partial(jax.tree.map, is_leaf=mesh_specs.is_spec)
+  cut = specs if mesh_specs.axes_in(specs) else None
   stacked = state_specs(state, axis_name=axes or manual_axes(), param_specs=cut)
-  own = each(lambda spec: restrict_spec(spec, names), stacked)
+  own = each(lambda spec: mesh_specs.restrict_spec(spec, names), stacked)
   places, keeps = specs, maps.get("keeps") and axes is not None
   if axes is not None:
-    of_axes = lambda spec: restrict_spec(spec, axis_names(axes))
+    of_axes = lambda spec: mesh_specs.restrict_spec(spec, axis_names(axes))
     check_stacked(state, each(of_axes, own), shapes, workers)
     places = each(lambda spec: P(axes, *mesh_specs.entries(spec)), specs)
   arrays, with_arrays = arrays_of(extra_args)
   # A map around this one may have no types, which say what differs between workers.
   untyped = () if axes or types.is_typed(manual_axes()) else manual_axes()
-  differs = each(lambda x: tuple(sharded_axes(x).intersection(untyped)), stacked)
+  differs = each(
+    lambda x: tuple(mesh_specs.sharded_axes(x).intersection(untyped)), stacked
+  )
 
   def local(grads: Any, state: Any, params: Any, arrays: Any) -> tuple[Any, Any]:
     grads = jax.tree.map(lambda x: x[0], grads) if axes else grads

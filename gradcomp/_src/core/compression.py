@@ -37,10 +37,19 @@ Dither = Literal["shared", "independent"]
 _AXES = checks.optional(checks.Rule(lambda _, x: as_axis_name(axis_names(x))))
 _EXCHANGE = checks.Rule(lambda _, x: auto.as_exchange(x))
 _SIZE = checks.Rule(lambda name, x: checks.optional_size(name, "elements", x))
-_WORDS = 'a number of bytes, 0 or more, "auto", or None for one message'
-_IS_WORD = lambda x: x is None or (isinstance(x, str) and x == "auto")
-_COUNT = checks.integer(_WORDS, 0).check
-_BYTES = checks.Rule(lambda name, x: x if _IS_WORD(x) else _COUNT(name, x))
+
+
+def _message_bytes(name: str, value: Any) -> plans.MessageBytes:
+  """Returns the option ``message_bytes``; ValueError for values that it cannot have."""
+  if value is None:
+    return None
+  if isinstance(value, str) and value == "auto":
+    return "auto"
+  rule = 'a number of bytes, 0 or more, "auto", or None for one message'
+  return checks.static_integer(name, rule, value, least=0)
+
+
+_BYTES = checks.Rule(_message_bytes)
 _AUTO: Any = "auto"  # a feedback, once the codec is known
 
 
@@ -218,9 +227,10 @@ class Compression(checks.Checked):
     elif owned is None and self.feedback.keeps:
       raise ValueError(self._unknown_owners(plan, ""))
     # Without feedback they may be None: the second stage then rounds as the first does.
-    facts, watch = (plan, workers, *keys, memory, owned), state.measures is not None
-    flags = self.feedback.keeps or watch, self.feedback.moves, watch
-    return Step(*facts, state.count, *flags)
+    watch = state.measures is not None
+    facts = plan, workers, *keys, memory, owned, state.count
+    keep, mark = self.feedback.keeps or watch, self.feedback.moves
+    return Step(*facts, keep=keep, mark=mark, watch=watch)
 
   def error_share(self, across: Place) -> float | None:
     """Returns the share of cast errors that a worker keeps, 1 or 1/N, or None."""

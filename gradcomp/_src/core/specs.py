@@ -15,7 +15,7 @@ from gradcomp._src.codecs.sums.records import Memory
 from gradcomp._src.core import state as states
 from gradcomp._src.core.residual_storage import is_stored, shaped
 from gradcomp._src.mesh import axes as mesh_axes
-from gradcomp._src.mesh.axes import AxisName, axis_names
+from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.param_specs import specs_like, specs_of
 from gradcomp._src.mesh.specs import is_spec, sharded_axes, stack_spec, stacked_over
 from gradcomp._src.mesh.study import is_study
@@ -57,7 +57,7 @@ def state_specs(  # noqa: C901 - a case for each type of state
     param_specs = specs_of(param_specs, axis_name)
   inner = functools.partial(state_specs, axis_name=axis_name, param_specs=param_specs)
   alike = lambda spec, tree: jax.tree.map(lambda _: spec, tree)
-  here = lambda axes: axis_names(axis_name) if param_specs is None else axes
+  here = lambda axes: mesh_axes.axis_names(axis_name) if param_specs is None else axes
   is_hole = lambda node: isinstance(node, optax.MaskedNode)
   # In the place of one leaf, also of the specs of a part of the parameters.
   is_one = lambda node: is_hole(node) or is_stored(node) or is_spec(node)
@@ -117,7 +117,7 @@ def state_specs(  # noqa: C901 - a case for each type of state
           "number), or take the step by gradcomp.make_train_step, which does so."
         )
     over = inside(node)
-    known = lambda spec: sharded_axes(spec).issuperset(axis_names(over))
+    known = lambda spec: sharded_axes(spec).issuperset(mesh_axes.axis_names(over))
     stacked = lambda spec: spec if known(spec) else stack_spec(over, spec)
     return states.OwnSteps({axes: jax.tree.map(stacked, inner(own), is_leaf=is_spec)})
 

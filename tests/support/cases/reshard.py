@@ -107,7 +107,7 @@ def filled(tx, workers, params=PARAMS):
 
 
 def _below(*names):
-  """Whether the path of a leaf goes through a field of one of these names."""
+  """Says whether the path of a leaf goes through a field of one of these names."""
   return lambda path: any(getattr(key, "name", None) in names for key in path)
 
 
