@@ -159,7 +159,7 @@ class Compression(checks.Checked):
       known = 1 if axes is None else workers
       several = None if axes is None else Workers(axes, known or 1, 1 / (known or 1))
       plan = self.plan(leaves, paths_of(params), Place(axes, False, others), several)
-      study.note(study.Planned(plan))
+      study.note((study.PLANNED, plan))
       shapes = {} if known is None or axes is None else plans.owner_shapes(plan)
 
       def make(seed: jax.Array) -> first_state.Own:
@@ -200,8 +200,8 @@ class Compression(checks.Checked):
       told = vars(self) | {"inspected": state.measures is not None}
       told |= {} if agreement.is_alone() else {"kernels": table.kernel_verdicts()}
       agreement.require_agreement("gradcomp.compress", told, updates, across.axes)
-    made = ("codec", "feedback", "min_leaf_size")
-    study.note(study.Options(tuple((name, getattr(self, name)) for name in made)))
+    for name in ("codec", "feedback", "min_leaf_size"):
+      study.note((name, getattr(self, name)))
 
   def workers(self, across: Place, grads: Any, state: CompressState) -> Workers | None:
     """Returns the workers that exchange, on a device; None to exchange nothing."""

@@ -191,7 +191,7 @@ def permute(
 
 def note_parts(arrays: Sequence[jax.Array]) -> None:
   """Notes the sizes of the arrays in the next message."""
-  study.note(study.Parts(tuple(jnp.size(x) for x in arrays)))
+  study.note((study.PARTS, tuple(jnp.size(x) for x in arrays)))
 
 
 def rounds(size: int) -> tuple[int, list[tuple[tuple[int, ...], tuple[int, ...]]]]:

@@ -16,7 +16,7 @@ from gradcomp._src.codecs.sums.sum import Partial, Sent, Way
 from gradcomp._src.exchange import collectives, lines, protocol
 from gradcomp._src.exchange.protocol import Exchange, Received, Sending, Stage, Work
 from gradcomp._src.mesh.axes import AxisName, axis_names, require_size
-from gradcomp._src.mesh.study import Parts, note
+from gradcomp._src.mesh.study import PARTS, note
 
 _GROUP = checks.integer("a number of workers, 1 or more", 1)
 
@@ -211,7 +211,7 @@ def _add_piece(
     # XLA takes a line that is joined by itself as it is. Of lines that are cut from one
     # array of all leaves it would hold that array, too.
     message = jnp.stack([line(place) for place in range(size)])
-  note(Parts(tuple(size * math.prod(shape) for shape in shapes)))
+  note((PARTS, tuple(size * math.prod(shape) for shape in shapes)))
   message = groups.exchange(message, inside=True)
   received = lines.split(message, [(math.prod(shape),) for shape in shapes])
   partials = []

@@ -20,7 +20,7 @@ from gradcomp._src.exchange.collectives import pmean
 from gradcomp._src.floats.dtypes import fitted
 from gradcomp._src.kernels.common.fixed_point import sign_bit, signed
 from gradcomp._src.mesh.axes import AxisName
-from gradcomp._src.mesh.study import Options, note
+from gradcomp._src.mesh.study import note
 from gradcomp._src.mesh.types import mark_varying, put
 
 
@@ -179,7 +179,7 @@ class LocalRound:
       return joined(new), joined(left), kept
 
     def parallel(moved: Any, states: Any) -> tuple[Any, Any, Any]:
-      note(Options((("stateless", True),)))
+      note(("stateless", True))
       mean, _ = self.plain.update(moved, self.plain.init(moved))
       left = lambda x, like: mark_varying(jnp.zeros_like(x), self.axes, like)
       new = jax.tree.map(lambda x, like: fitted(x, like.dtype), mean, params)
@@ -203,7 +203,8 @@ class LocalRound:
     rest = lambda state: (jax.tree.map(jnp.zeros_like, params), moved, state)
 
     def send(state: FragmentState) -> FragmentState:
-      note(Options((("every", self.every), ("delay", self.delay))))
+      note(("every", self.every))
+      note(("delay", self.delay))
       difference = jax.tree.map(jnp.negative, moved)
       mean, exchange = self.compressed.update(difference, state.exchange)
       return state._replace(exchange=exchange, arriving=mean)

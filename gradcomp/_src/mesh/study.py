@@ -10,7 +10,7 @@ or map, and in what is cached. A list that Python fills while it traces would la
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.extend.core import Primitive
@@ -60,26 +60,12 @@ NOTE = Primitive("gradcomp_note")
 NOTE.multiple_results = True
 NOTE.def_abstract_eval(lambda *operands, about: list(operands))
 
-FITTING = "fitting"  # about collectives that fit codecs to the gradients
-FIRST = "first state"  # about the count of a state that init makes
-
-
-class Parts(NamedTuple):
-  """The sizes of arrays in one message, one for each codec or leaf."""
-
-  sizes: tuple[int, ...]
-
-
-class Options(NamedTuple):
-  """The options of the next message plan, with their names."""
-
-  named: tuple[tuple[str, Any], ...]
-
-
-class Planned(NamedTuple):
-  """The message plan of the next state that init makes."""
-
-  plan: Any
+# Notes are about a message, its plan, an option of the next plan by its name, the count
+# of a state, or these:
+FITTING = "fitting"  # collectives that fit codecs to the gradients
+FIRST = "first state"  # the count of a state that init makes
+PARTS = "parts"  # and the sizes of arrays in one message, one for each codec or leaf
+PLANNED = "planned"  # and the message plan of the next state that init makes
 
 
 def note(about: object, *arrays: jax.Array) -> Sequence[jax.Array]:

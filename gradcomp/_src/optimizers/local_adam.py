@@ -138,7 +138,7 @@ class LocalAdam:
       return moments, (moved, momenta)
 
     def sent(grads: Any, own: _Own) -> tuple[MomentsState, _Own]:
-      study.note(study.Options((("every", self.gaps.most),)))
+      study.note(("every", self.gaps.most))
       share = jnp.where(total == 0, 1, rate / total)
 
       def mean(m: jax.Array, d: jax.Array, s: jax.Array, v: jax.Array) -> jax.Array:

@@ -140,7 +140,7 @@ def _with_kept(state: CompressState, kept: Kept | None, like: Any) -> CompressSt
 def _studied(options: ScanOptions, updates: Any, state: CompressState) -> Any:
   """Exchanges layer after layer, as the scan does, for the readers of a study."""
   length = len(jax.tree.leaves(updates)[0])
-  study.note(study.Options((("layers", (length,)),)))
+  study.note(("layers", (length,)))
   given = options.axis_name, options.codec, options.exchange
   way = scan_exchanges.layer_options(*given, keeps=options.keeps)
 

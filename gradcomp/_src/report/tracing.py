@@ -177,24 +177,24 @@ def _read(jaxpr: Jaxpr, sizes: _Sizes, order: _Axes) -> tuple[list[Found], list[
     found.ends_in_sum = is_sum
 
   for event in reader.events(jaxpr):
-    about = event.equation.params.get("about")
-    if isinstance(about, studies.Options):
-      options |= about.named
-    elif isinstance(about, MessagePlan):
-      made.append((about, options))
-      if event.shown:
-        now, parts, nothing = about, (), [Fraction(0)] * len(about.names)
-        names = reader.bound_axes(own_axes(about.axis_name, ()), sizes)
-        of_axes = tuple(sizes[axis] for axis in names)
-        every, layers = options.get("every", 1), options.get("layers", ())
-        result.append(Found(about, of_axes, event.state, nothing, every, layers))
-      options = {}
-    elif event.shown and isinstance(about, studies.Parts):
-      parts = about.sizes
-    elif event.shown and event.equation.primitive is studies.NOTE:
-      now, parts = about, ()
-    elif event.shown and (now == studies.FITTING or isinstance(now, Message)):
-      add(result[-1], event)
+    match event.equation.params.get("about"):
+      case studies.PARTS, sent if event.shown:
+        parts = sent
+      case str(name), value:
+        options[name] = value
+      case MessagePlan() as plan:
+        made.append((plan, options))
+        if event.shown:
+          now, parts, nothing = plan, (), [Fraction(0)] * len(plan.names)
+          names = reader.bound_axes(own_axes(plan.axis_name, ()), sizes)
+          of_axes = tuple(sizes[axis] for axis in names)
+          every, layers = options.get("every", 1), options.get("layers", ())
+          result.append(Found(plan, of_axes, event.state, nothing, every, layers))
+        options = {}
+      case about if event.shown and event.equation.primitive is studies.NOTE:
+        now, parts = about, ()
+      case _ if event.shown and (now == studies.FITTING or isinstance(now, Message)):
+        add(result[-1], event)
   return result, made
 
 
@@ -217,11 +217,11 @@ def first_plans(init: Callable[[Any], Any], like: Any) -> list[MessagePlan | Non
     jaxpr = jax.make_jaxpr(init)(like).jaxpr
   plan, plans = None, dict[int, MessagePlan | None]()  # by the equation of a count
   for event in reader.events(jaxpr):
-    about = event.equation.params.get("about")
-    if isinstance(about, studies.Planned):
-      plan = about.plan
-    elif about == studies.FIRST:
-      plans[id(event.equation)] = plan
+    match event.equation.params.get("about"):
+      case studies.PLANNED, plan:
+        pass
+      case studies.FIRST:
+        plans[id(event.equation)] = plan
   return [plans.get(id(_source(jaxpr, x))) for x in jaxpr.outvars]
 
 

@@ -174,7 +174,7 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
     parts.check(across, updates, state.gradients)
     record = "gradcomp.parallel.zero", told, updates, across.axes
     agreement.require_agreement(*record, inner_state=state.inner_state)
-    study.note(study.Options((("params", of_updates),)))
+    study.note(("params", of_updates))
     complexes = [jnp.iscomplexobj(x) for x in jax.tree.leaves(params)]
     params = jax.tree.map(inputs.pairs, params)
     workers = parts.workers(across, updates, state.gradients)
