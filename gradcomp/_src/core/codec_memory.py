@@ -22,8 +22,16 @@ def first_stored(plan: MessagePlan, key: jax.Array) -> Memory | None:
   """Creates the codec memories, by a key of all workers; None if no codec has any."""
   if not jax.tree.leaves(_shapes(plan)):
     return None
+  stored = Memory({}, {})
+  encodes = all(message.exchange.of_leaves for message in plan.messages)
   bound = zip(plan.codecs, plan.leaves, text_keys(key, plan.names), strict=True)
-  return _stored(plan, [codec.init(leaf, own) for codec, leaf, own in bound])
+  for i, (codec, leaf, key_of_leaf) in enumerate(bound):
+    shared, own = codec.init(leaf, key_of_leaf)
+    if jax.tree.leaves(shared):
+      stored.shared.setdefault(plan.others[i], {})[i] = shared
+    if jax.tree.leaves(own) and encodes:
+      stored.own.setdefault(plan.own_axes(i), {})[i] = own
+  return stored if any(stored) else None
 
 
 def as_stored(params: Any, memory: Memory) -> Any:
@@ -40,14 +48,11 @@ def recall(plan: MessagePlan, stored: Memory | None) -> list[Memory]:
   """Returns each leaf's codec memory, perhaps empty; ValueError for other shapes."""
   result = []
   for i, needed in enumerate(_shapes(plan)):
-    if not jax.tree.leaves(needed):
-      result.append(Memory())
-      continue
     places = Memory(plan.others[i], plan.own_axes(i))
     parts = []
     for field, axes, part in zip(Memory._fields, places, needed, strict=True):
       kept: Stored = {} if stored is None else getattr(stored, field)
-      found = kept.get(axes, {}).get(i, ())
+      found = kept.get(axes, {}).get(i, ()) if jax.tree.leaves(part) else ()
       # A state made without the number of workers has no memories of their own.
       made = field == "shared" or any(i in trees for trees in kept.values())
       if jax.tree.leaves(part) and made:
@@ -69,17 +74,15 @@ def remember(
   """Returns the stored memories after a step; unused ones stay as they were."""
   if stored is None:
     return None
-  new = _stored(plan, memory) or Memory({}, {})
-  if plan.axis_name is not None:
-    # Even constants are typed as a worker's own.
-    own = {axes: mark_varying(trees, axes) for axes, trees in new.own.items()}
-    new = new._replace(own=own)
 
-  def merged(old: Stored, new: Stored) -> Stored:
-    pick = lambda axes, i, tree: new.get(axes, {}).get(i, tree)
-    return {x: {i: pick(x, i, y) for i, y in kept.items()} for x, kept in old.items()}
+  def new(field: str, axes: Axes, kept: dict[int, Any]) -> dict[int, Any]:
+    found = {i: getattr(memory[i], field) for i in kept}
+    if field == "own" and plan.axis_name is not None:
+      found = mark_varying(found, axes)  # even constants are typed as a worker's own
+    return {i: found[i] if jax.tree.leaves(found[i]) else kept[i] for i in kept}
 
-  return Memory(*map(merged, stored, new))
+  fields = zip(Memory._fields, stored, strict=True)
+  return Memory(*({x: new(name, x, y) for x, y in of.items()} for name, of in fields))
 
 
 def used_by_leaf(plan: MessagePlan, stored: Memory) -> dict[int, float]:
@@ -107,16 +110,3 @@ def _shapes(plan: MessagePlan) -> list[Memory]:
   key = jax.ShapeDtypeStruct((2,), np.uint32)
   bound = list(zip(plan.codecs, plan.leaves, strict=True))
   return jax.eval_shape(lambda key: [x.init(leaf, key) for x, leaf in bound], key)
-
-
-def _stored(plan: MessagePlan, memory: Sequence[Memory]) -> Memory | None:
-  """Returns the memories of all leaves by axes and number; None if all are empty."""
-  shared: Stored = {}
-  own: Stored = {}
-  encodes = all(message.exchange.of_leaves for message in plan.messages)
-  for i, part in enumerate(memory):
-    if jax.tree.leaves(part.shared):
-      shared.setdefault(plan.others[i], {})[i] = part.shared
-    if jax.tree.leaves(part.own) and encodes:
-      own.setdefault(plan.own_axes(i), {})[i] = part.own
-  return Memory(shared, own) if shared or own else None
