@@ -12,7 +12,6 @@ import gradcomp
 from gradcomp._src.core.compression import Compression, paths_of
 from gradcomp._src.cost.planner.sent import sent_by
 from gradcomp._src.exchange import collectives as calls
-from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.mesh.place import Place
 from gradcomp._src.mesh.platforms import planned_for
 from gradcomp.codecs import QSGD, Dense, FloatCast, Ternary, TopK
@@ -46,9 +45,9 @@ def alike(codec, way, workers, leaves=LEAVES, platform=None, message_bytes=None)
     parts = Compression(codec, **options)
   except ValueError:
     return False
-  place = Place(axis, others=[()] * len(leaves))
+  place = Place(axis, n, others=[()] * len(leaves))
   with planned_for(platform):
-    plan = parts.plan(leaves, paths_of(leaves), place, Workers(axis, n, 1 / n))
+    plan = parts.plan(leaves, paths_of(leaves), place)
     found = sent_by(plan, sizes)
   tx = gradcomp.compress(codec, **options)
   traced = gradcomp.explain(tx, leaves, workers=workers, platform=platform)

@@ -7,7 +7,6 @@ import pytest
 import gradcomp
 from gradcomp._src.core.compression import Compression
 from gradcomp._src.exchange import hierarchical
-from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.exchange.one_stage import AllReduce
 from gradcomp._src.mesh.place import Place
 from gradcomp.codecs import QSGD, Dense, FloatCast
@@ -23,9 +22,8 @@ def plan(sizes, codec=CODEC, others=None, **options):
   leaves = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
   options = dict(exchange=TwoShot(), min_leaf_size=0, message_bytes=None) | options
   others = [()] * len(sizes) if others is None else others
-  options, workers = Compression(codec, **options), Workers("data", WORKERS, 1.0)
-  place = Place("data", others=others)
-  return options.plan(leaves, [()] * len(sizes), place, workers).messages
+  place = Place("data", WORKERS, others=others)
+  return Compression(codec, **options).plan(leaves, [()] * len(sizes), place).messages
 
 
 def test_leaves_share_a_message_up_to_its_bytes():

@@ -23,7 +23,6 @@ from gradcomp._src.core.state import CompressState
 from gradcomp._src.exchange import auto, one_stage, protocol
 from gradcomp._src.exchange import layout as layouts
 from gradcomp._src.exchange import plan as plans
-from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.exchange.step import WHOLE, Averaging, Step
 from gradcomp._src.kernels.gpu import table
 from gradcomp._src.mesh import agreement, study
@@ -97,15 +96,14 @@ class Compression(checks.Checked):
     leaves: Sequence[jax.Array | jax.ShapeDtypeStruct],
     paths: Sequence[KeyPath],
     across: Place,
-    group: Workers | None,
   ) -> plans.MessagePlan:
     """Splits leaves into the messages of a step; ValueError for sums beyond 32 bits."""
     # An average has one message, unless `message_bytes` limits its payload, leaves vary
     # over different `others`, or dense leaves or leaves of float64 are added apart from
     # codes.
     codec, exchange, size = self.codec, self.exchange, self.message_bytes
-    least, facts, others = self.min_leaf_size, codec.facts, across.others
-    workers = 1 if group is None else group.size
+    least, facts = self.min_leaf_size, codec.facts
+    workers, others = across.workers, across.others
     wide = lambda x: jax.ShapeDtypeStruct(x.shape, working_dtype(facts, x.dtype))
     like = list(map(wide, leaves))
     addends = workers if exchange.sends else None
@@ -143,7 +141,7 @@ class Compression(checks.Checked):
           messages.append(protocol.Message(tuple(piece), layout, *of_all))
     names, rules = tuple(map(keystr, paths)), tuple(map(codec.rule, whole))
     each = tuple(bound), tuple(others), tuple(codecs), rules
-    rest = across.axes, workers, self.feedback.keeps
+    rest = across.axes, workers, across.is_sum, self.feedback.keeps
     return plans.MessagePlan(names, *each, tuple(messages), *rest)
 
   def init(self, params: Any) -> CompressState:
@@ -157,8 +155,8 @@ class Compression(checks.Checked):
     def own(leaves: Any, others: Any, workers: int | None) -> Any:
       """Returns a maker of owner residuals and memories, by the seed, each by axes."""
       known = 1 if axes is None else workers
-      several = None if axes is None else Workers(axes, known or 1, 1 / (known or 1))
-      plan = self.plan(leaves, paths_of(params), Place(axes, False, others), several)
+      across = Place(axes, known or 1, others=others)
+      plan = self.plan(leaves, paths_of(params), across)
       study.note((study.PLANNED, plan))
       shapes = {} if known is None or axes is None else plans.owner_shapes(plan)
 
@@ -202,22 +200,13 @@ class Compression(checks.Checked):
       agreement.require_agreement("gradcomp.compress", told, updates, across.axes)
     for name in ("codec", "feedback", "min_leaf_size"):
       study.note((name, getattr(self, name)))
-
-  def workers(self, across: Place, grads: Any, state: CompressState) -> Workers | None:
-    """Returns the workers that exchange, on a device; None to exchange nothing."""
-    axes, count = across.axes, across.workers
-    for name in ("residual", "velocity", "estimate"):
+    for name in needs:
       tree = residual_storage.shaped(getattr(state, name))
-      first_state.check_own(name, tree, grads, axes, count)
-    if self.feedback.keeps:
-      residual_storage.check_kind(state.residual, self.feedback.first)
-    if axes is None:
-      return None
-    return Workers(axes, count, 1 if across.is_sum else 1 / count)
+      first_state.check_own(name, tree, updates, across.axes, across.workers)
+    if rule.keeps:
+      residual_storage.check_kind(state.residual, rule.first)
 
-  def step(
-    self, plan: plans.MessagePlan, workers: Workers | None, state: CompressState
-  ) -> Step:
+  def step(self, plan: plans.MessagePlan, state: CompressState) -> Step:
     """Returns the facts of a step; ValueError if the state does not have its arrays."""
     study.note(plan, state.count)
     keys = states.step_keys(state, plan, shared=self.dither == "shared")
@@ -228,7 +217,7 @@ class Compression(checks.Checked):
       raise ValueError(self._unknown_owners(plan, ""))
     # Without feedback they may be None: the second stage then rounds as the first does.
     watch = state.measures is not None
-    facts = plan, workers, *keys, memory, owned, state.count
+    facts = plan, *keys, memory, owned, state.count
     keep, mark = self.feedback.keeps or watch, self.feedback.moves
     return Step(*facts, keep=keep, mark=mark, watch=watch)
 

@@ -57,10 +57,9 @@ def measured(
   """Returns the state after a step, with the sums of the step if it is inspected."""
   if state.measures is None:
     return state
-  plan, workers = step.plan, step.workers
+  plan, size = step.plan, step.plan.workers
   # Under Explicit axes gradients are addends, an Nth of a worker's gradient elsewhere.
-  size = 1 if workers is None else workers.size
-  factor = 1.0 if workers is None else workers.scale * size
+  factor = size if plan.is_sum else 1.0
   residuals = map(read_residual, jax.tree.leaves(state.residual, is_leaf=is_stored))
   none = [jnp.zeros(1, jnp.float32)] * len(corrected)
   before = jax.tree.leaves(updates), list(residuals) or none, corrected
@@ -85,8 +84,8 @@ def measured(
     owned = size * _owned(plan, state.server_residual, others)[np.array(numbers)]
     own = jnp.stack([*map(jnp.stack, zip(*mine, strict=True)), owned])
     true = [leaves[i][0] for i in numbers]
-    if workers is not None:  # all that an inspected step sends more
-      total = _sum((own, true), workers.axis_name)
+    if plan.axis_name is not None:  # all that an inspected step sends more
+      total = _sum((own, true), plan.axis_name)
       own, true = jax.tree.map(lambda x: x / size, total)
     for x, (*_, mean) in zip(true, (leaves[i] for i in numbers), strict=True):
       product = jnp.sum(mean * x)

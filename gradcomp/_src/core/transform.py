@@ -15,7 +15,7 @@ from gradcomp._src.core.inputs import not_differentiated
 from gradcomp._src.core.state import CompressState
 from gradcomp._src.core.step import as_updates, otherwise, take_step
 from gradcomp._src.exchange.auto import Auto, ExchangeName
-from gradcomp._src.exchange.plan import MessageBytes
+from gradcomp._src.exchange.plan import MessageBytes, MessagePlan
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.place import Place
@@ -104,18 +104,16 @@ def transformation(parts: Compression) -> optax.GradientTransformationExtraArgs:
   def average(across: Place, updates: Any, state: CompressState) -> Taken:
     updates = not_differentiated(updates)
     parts.check(across, updates, state)
-    workers = parts.workers(across, updates, state)
-    leaves = jax.tree.leaves(updates)
-    plan = parts.plan(leaves, paths_of(updates), across, workers)
+    plan = parts.plan(jax.tree.leaves(updates), paths_of(updates), across)
     parts.warn_of_owners(plan, state)
     share = parts.error_share(across)
     finish = functools.partial(as_updates, across.dtypes, share)
-    facts = lambda plan: parts.step(plan, workers, state)
-    rest = updates, state, finish
-    taken = take_step(parts, facts(plan), *rest)[:2]
-    again = lambda plan: take_step(parts, facts(plan), *rest)[:2]
-    axes = across.axes if plan.sends else None
-    return otherwise(taken, again, plan, axes)
+
+    def take(plan: MessagePlan) -> Taken:
+      step = parts.step(plan, state)
+      return take_step(parts, step, updates, state, finish)[:2]
+
+    return otherwise(take(plan), take, plan, across.axes if plan.sends else None)
 
   unsent = not parts.exchange.sends
   return on_workers(parts.init, average, parts.axis_name, keeps=unsent, local=unsent)

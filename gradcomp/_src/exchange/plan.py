@@ -12,6 +12,7 @@ from gradcomp._src.codecs.protocol import Codec, tile_shape
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.exchange import layout as layouts
 from gradcomp._src.exchange import protocol
+from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.mesh.axes import Axes, AxisName, axis_names
 
 # Owner residuals by the axes that stack them: ("data",), or ("data", "model") for
@@ -52,12 +53,19 @@ class MessagePlan(NamedTuple):
   messages: tuple[protocol.Message, ...]  # the messages, by averages
   axis_name: AxisName | None  # the axes of the workers, or None
   workers: int  # their number N
+  is_sum: bool  # whether they take the sum of their leaves, in place of the mean
   feedback: bool  # whether workers keep residuals
 
   @property
   def sends(self) -> bool:
     """True if workers exchange anything."""
     return any(message.exchange.sends for message in self.messages)
+
+  @property
+  def group(self) -> Workers:
+    """The workers that exchange."""
+    scale = 1 if self.is_sum else 1 / self.workers
+    return Workers(self.axis_name or (), self.workers, scale)
 
   def own_axes(self, number: int) -> Axes:
     """Returns the axes that stack a worker's arrays of a leaf."""

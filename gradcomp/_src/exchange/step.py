@@ -17,7 +17,7 @@ from gradcomp._src.codecs.sums.records import Context, Memory
 from gradcomp._src.exchange import collectives, one_stage
 from gradcomp._src.exchange import layout as layouts
 from gradcomp._src.exchange import plan as plans
-from gradcomp._src.exchange.collectives import ALONE, STAGE, Workers
+from gradcomp._src.exchange.collectives import ALONE, STAGE
 from gradcomp._src.exchange.protocol import Exchange, Received, Sending, times
 from gradcomp._src.kernels.materialize import materialized, packed, slice_at, unknown
 from gradcomp._src.mesh import axes, study
@@ -30,7 +30,6 @@ class Step(NamedTuple):
   """The facts of a step on one worker."""
 
   plan: plans.MessagePlan
-  workers: Workers | None  # the workers that exchange; None to exchange nothing
   keys: Sequence[Context]  # key and dither of each leaf
   later: Sequence[Sequence[Context]]  # the same for codecs of messages
   memory: Sequence[Memory]  # the codec state of each leaf
@@ -152,9 +151,9 @@ def sendings(step: Step, arrays: Arrays) -> Iterator[Sending]:
   residuals = plans.owner_residuals(step.plan, step.owned)
   every = list(enumerate(zip(step.plan.messages, step.later, strict=True)))
   for number, (message, keys) in reversed(every):
-    layout, workers, factor = message.layout, step.workers, 1
+    layout, workers, factor = message.layout, step.plan.group, 1
     leaves = [arrays[i] for i in message.leaves]
-    if workers is not None and workers.scale == 1 and not layout.plain:
+    if workers.scale == 1 and not layout.plain:
       # An addend is an Nth of a worker's gradient, and may underflow in a type that
       # holds the gradient. With N a power of two the products are exact, so that plain
       # jax.jit has the bits of maps. Leaves that are added without encoding stay
@@ -165,7 +164,7 @@ def sendings(step: Step, arrays: Arrays) -> Iterator[Sending]:
     exchange = step.instead or message.exchange
     if not message.exchange.sends:  # no worker knows the memories of others
       memory = [x._replace(shared=()) for x in memory]
-    if workers is None or not layout.elements or not message.exchange.sends:
+    if workers == ALONE or not layout.elements or not message.exchange.sends:
       exchange, workers = one_stage.Local(), ALONE
     pairs = list(zip(layout.slots, memory, strict=True))
     first = {slot.group: Memory(x.shared, None) for slot, x in reversed(pairs)}

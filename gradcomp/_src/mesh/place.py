@@ -5,6 +5,7 @@ gradient of a worker's own rows (FSDP, ZeRO-3): an exchange would average it wit
 gradients of other workers' rows.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -31,15 +32,11 @@ class Place(NamedTuple):
   """The workers of a step, and the kind of their gradients; samples have a mean."""
 
   axes: AxisName | None  # the axes to exchange over; None to exchange nothing
+  workers: int = 1  # along these axes
   is_sum: bool = False  # whether gradients are addends of their sum
   others: Sequence[tuple[str, ...]] = ()  # over which leaves vary, too
   dtypes: Sequence[np.dtype] = ()  # the dtype of the update of each leaf
   rows: bool = False  # whether all workers' gradients are here, in no map
-
-  @property
-  def workers(self) -> int:
-    """The number of workers, in a map that binds their axes."""
-    return 1 if self.axes is None else mesh_axes.require_size(self.axes)
 
   @property
   def addends(self) -> int:
@@ -61,17 +58,15 @@ def place(
     cut = lambda x: types.varying_axes(x) | sharded_axes(types.typed_spec(x))
     more = "; if it is whole, and gradcomp.defer_reduction has marked it, pass what was"
     check_whole("params", params, axis_name, cut, more=f"{more} marked")
-  rows, axes, is_sum = of_all(updates), None, False
+  rows, found = of_all(updates), Place(None)
   if not rows and not study.is_followed():
-    axes, is_sum = _reduction(updates, study.studied_axes(axis_name), local)
-  others = [types.other_axes(leaf, axes) for leaf in jax.tree.leaves(updates)]
-  return Place(axes, is_sum, others, rows=rows)
+    found = _reduction(updates, study.studied_axes(axis_name), local)
+  others = [types.other_axes(leaf, found.axes) for leaf in jax.tree.leaves(updates)]
+  return found._replace(others=others, rows=rows)
 
 
-def _reduction(
-  updates: Any, axis_name: AxisName | None, local: bool
-) -> tuple[AxisName | None, bool]:
-  """Returns the axes to exchange over, if any, and True for addends of a sum."""
+def _reduction(updates: Any, axis_name: AxisName | None, local: bool) -> Place:
+  """Returns the workers to exchange with, if any, and whether they have addends."""
   paths = jax.tree_util.tree_leaves_with_path(updates)
   addends = [types.unreduced_axes(leaf) for _, leaf in paths]
   found = frozenset().union(*addends)
@@ -79,30 +74,30 @@ def _reduction(
     # A gradient typed {U:data} is the sum of the devices' addends, and that sum is the
     # gradient of the loss over the whole batch. In a map the loss is a mean over the
     # worker's part of the batch, so that the gradient is the mean.
-    return _addends(paths, addends, axis_name), True
+    return _addends(paths, addends, axis_name)
   if axis_name is None:
     if (manual := mesh_axes.manual_axes()) and not local:
       raise ValueError(
         f"`axis_name` must name the axis to average over inside a map with the axes "
         f'{manual}, got None; pass axis_name=, or exchange="local" to exchange nothing.'
       )
-    return None, False
+    return Place(None)
   mesh, kind = types.around(updates, axis_name)
   if not paths and kind != AxisType.Manual:
-    return None, False
+    return Place(None)
   if kind == AxisType.Explicit:
     if mesh.size > 1:
       raise _already_reduced(paths[0][0], axis_name)
-    return axis_name, True  # a sum of one, see unreduce
-  mesh_axes.require_size(axis_name, mesh)
+    return Place(axis_name, is_sum=True)  # a sum of one, see unreduce
+  workers = mesh_axes.require_size(axis_name, mesh)
   if types.is_typed(axis_name):
     for path, leaf in paths:
       if not types.varying_axes(leaf).issuperset(axis_names(axis_name)):
         raise _already_reduced(path, axis_name)
-  return axis_name, False
+  return Place(axis_name, workers)
 
 
-def _addends(paths: Any, addends: list[Any], axis_name: AxisName | None) -> AxisName:
+def _addends(paths: Any, addends: list[Any], axis_name: AxisName | None) -> Place:
   """Returns the unreduced axes of every leaf; ValueError if leaves differ."""
   mesh = types.mesh_of([leaf for _, leaf in paths])
   names = tuple(name for name in mesh.axis_names if name in addends[0])
@@ -115,7 +110,8 @@ def _addends(paths: Any, addends: list[Any], axis_name: AxisName | None) -> Axis
         f"gradient, got one over {tuple(sorted(axes))}; take the gradients of "
         "gradcomp.value_and_grad, or leave axis_name out to take it from the type."
       )
-  return as_axis_name(names)
+  workers = math.prod(mesh.shape[name] for name in names)
+  return Place(as_axis_name(names), workers, is_sum=True)
 
 
 def _already_reduced(path: Any, axis_name: AxisName) -> ValueError:

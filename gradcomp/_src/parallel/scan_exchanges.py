@@ -74,11 +74,10 @@ def mean_exchange(options: Compression, layer: Any, *, is_sum: bool) -> Exchange
   assert options.axis_name is not None
   names, size = options.axis_name, axes.require_size(options.axis_name)
   leaves = jax.tree.leaves(layer)
-  workers = collectives.Workers(names, size, 1 if is_sum else 1 / size)
   dtypes = [x.dtype for x in leaves]
   others = [types.other_axes(x, names) for x in leaves]
-  across = place.Place(names, is_sum, others, dtypes)
-  plan = options.plan(leaves, paths_of(layer), across, workers)
+  across = place.Place(names, size, is_sum, others, dtypes)
+  plan = options.plan(leaves, paths_of(layer), across)
   later = "or exchange the gradients of all layers after the loop, by gradcomp.compress"
   if codec_memory.first_stored(plan, jnp.zeros(2, jnp.uint32)) is not None:
     raise ValueError(
@@ -95,7 +94,7 @@ def mean_exchange(options: Compression, layer: Any, *, is_sum: bool) -> Exchange
 
   def begin(grads: Leaves, kept: Kept, key: jax.Array) -> tuple[list[UnderWay], Leaves]:
     before = state.CompressState(jnp.int32(0), key, *(kept or (None, None)))
-    one = options.step(plan, workers, before)
+    one = options.step(plan, before)
     begun: list[UnderWay] = []
     lost: dict[int, jax.Array] = {}
     for sending in exchange_step.sendings(one, step.correct(options, grads, before)):

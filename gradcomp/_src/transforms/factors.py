@@ -98,8 +98,7 @@ def _one_by_one(step: Step, leaves: Any) -> Averaged:
     averages.append(average(average_step, arrays, came))
     means |= {i: x.mean for i, x in averages[-1].leaves.items()}
   found = averages[0].leaves
-  workers = step.workers
-  count = 1 if workers is None or workers.scale != 1 else workers.size
+  count = step.plan.workers if step.plan.is_sum else 1
   for own, each in talks:
     for i, leaf, kept in zip(own, *each.send(of(means, own)), strict=True):
       one = found[i]._replace(mean=leaf, chosen=None)

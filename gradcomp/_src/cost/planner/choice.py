@@ -22,7 +22,6 @@ from gradcomp._src.cost.link import Cluster, Link
 from gradcomp._src.cost.planner import candidates, errors
 from gradcomp._src.cost.planner.candidates import Candidate
 from gradcomp._src.cost.planner.sent import Sent, sent_by
-from gradcomp._src.exchange import collectives
 from gradcomp._src.exchange.auto import as_exchange
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.mesh import axes, place, platforms, trees
@@ -324,10 +323,9 @@ class Setting(NamedTuple):
     options["feedback"] = "error" if row.candidate.feedback else None
     parts: Any = compression.Compression(**options, axis_name=axis_name)
     like = [inputs.pairs(x) for x in jax.tree.leaves(self.model)]
-    where = place.Place(axis_name, others=[()] * len(like))
-    across = where, collectives.Workers(axis_name, number, 1 / number)
+    across = place.Place(axis_name, number, others=[()] * len(like))
     with platforms.planned_for(self.platform):
-      planned = parts.plan(like, compression.paths_of(self.model), *across)
+      planned = parts.plan(like, compression.paths_of(self.model), across)
       found = sent_by(planned, self.limits.sizes)
     cost = costs.seconds(found, self.cluster, row.speed)
     passes = self.options.forward or 0.0, self.options.backward or 0.0

@@ -16,7 +16,7 @@ from gradcomp._src.codecs.sums.records import NOTHING, Leaf
 from gradcomp._src.core.state import OwnedRows, is_rows
 from gradcomp._src.exchange import layout as layouts
 from gradcomp._src.exchange import lines
-from gradcomp._src.exchange.collectives import Workers, in_turn
+from gradcomp._src.exchange.collectives import in_turn
 from gradcomp._src.exchange.plan import MADE_FOR_SHARDS, MessagePlan
 from gradcomp._src.exchange.protocol import Message, gather_rows
 from gradcomp._src.kernels.materialize import word_cutter
@@ -34,7 +34,7 @@ class ShortRows(dense.Dense):
 
 
 def share_rows(
-  plan: MessagePlan, codec: LeafCodec, min_leaf_size: int | None, workers: Workers
+  plan: MessagePlan, codec: LeafCodec, min_leaf_size: int | None
 ) -> "LeafRows":
   """Shares the rows of a plan; ``codec`` encodes updates of all but small leaves."""
   whole = [leaf._replace(addends=None, ranges=1) for leaf in plan.leaves]
@@ -42,7 +42,7 @@ def share_rows(
 
   def short(codec: Codec, size: int) -> Codec:
     """Gives a small leaf rows, so that each worker can own one."""
-    words = max(1, -(-size // workers.size))
+    words = max(1, -(-size // plan.workers))
     small = codec.facts.plain and words < codec.row_words
     return ShortRows(row_words=words) if small else codec
 
@@ -52,7 +52,7 @@ def share_rows(
     return message._replace(layout=layouts.arrange(like, own))
 
   messages = tuple(map(shared, plan.messages))
-  return LeafRows(plan._replace(messages=messages), tuple(codecs), workers)
+  return LeafRows(plan._replace(messages=messages), tuple(codecs))
 
 
 class _Place(NamedTuple):
@@ -72,7 +72,6 @@ class LeafRows:
   # of each leaf from i * share on.
   plan: MessagePlan  # of the gradients
   codecs: tuple[Codec, ...]  # of the updates
-  workers: Workers
 
   @property
   def axes(self) -> list[Axes]:
@@ -85,7 +84,7 @@ class LeafRows:
     for leaves, layout, *_ in self.plan.messages:
       columns = leaves, layout.slots, layout.like
       for i, (group, start, stop), like in zip(*columns, strict=True):
-        share, codec = -((start - stop) // self.workers.size), layout.codecs[group]
+        share, codec = -((start - stop) // self.plan.workers), layout.codecs[group]
         shape = share, *protocol.tile_shape(codec)
         found[i] = _Place(codec, stop - start, like, shape)
     return [found[i] for i in range(len(found))]
@@ -93,16 +92,16 @@ class LeafRows:
   def owned(self, leaves: Sequence[jax.Array]) -> Rows:
     """Returns this worker's rows, ``float32[share, *tile_shape]``, of whole leaves."""
     cut = lambda at, x: at.codec.split(x).reshape(-1, *at.shape[1:])
-    return [lines.own_share(x, self.workers) for x in map(cut, self._places, leaves)]
+    return [lines.own_share(x, self.plan.group) for x in map(cut, self._places, leaves)]
 
   @functools.cached_property
   def elements(self) -> list[Any]:
     """Masks of the places of this worker's rows that hold elements, not padding."""
-    worker, found = lax.axis_index(self.workers.axis_name), list[Any]()
+    worker, found = lax.axis_index(self.plan.group.axis_name), list[Any]()
     for codec, _, like, (share, *tile) in self._places:
       size = codec.tile_size
       found.append(np.True_)
-      if like.size != self.workers.size * share * size:
+      if like.size != self.plan.workers * share * size:
         row = lines.own_rows(share, worker).reshape(-1, *[1] * len(tile))
         whole, rest = divmod(like.size, size)
         count = jnp.where(row < whole, size, jnp.where(row == whole, rest, 0))
@@ -119,7 +118,7 @@ class LeafRows:
       with jax.named_scope("gradcomp_encode"):
         encoded = [part.encoded() for part in parts]
       with jax.named_scope("gradcomp_all_gather"), noted(message):
-        came, _ = gather_rows(message.layout, in_turn(encoded, came), self.workers)
+        came, _ = gather_rows(message.layout, in_turn(encoded, came), self.plan.group)
       with jax.named_scope("gradcomp_decode"):
         for part, words in zip(parts, came, strict=True):
           found |= part.decoded(words)
@@ -127,7 +126,7 @@ class LeafRows:
     with jax.named_scope("gradcomp_decode"):
       pairs = zip(self._places, every, strict=True)
       leaves = [at.codec.join(x[: at.rows], at.like) for at, x in pairs]
-    return leaves, [lines.own_share(x, self.workers) for x in every]
+    return leaves, [lines.own_share(x, self.plan.group) for x in every]
 
   def as_state(self, like: Any, rows: Rows) -> Any:
     """Returns rows as ``OwnedRows`` in a tree like the parameters."""
@@ -144,7 +143,7 @@ class LeafRows:
     if got != wanted or made != jax.tree.structure(like):
       raise ValueError(
         f"`state.unsent` must have one worker's rows of each leaf, of "
-        f"{self.workers.size} workers, {wanted}, got {got}; {MADE_FOR_SHARDS}"
+        f"{self.plan.workers} workers, {wanted}, got {got}; {MADE_FOR_SHARDS}"
       )
     return jax.tree.leaves(unsent)
 

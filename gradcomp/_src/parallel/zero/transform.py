@@ -15,7 +15,7 @@ from gradcomp._src.core import border, compression, first_state, inputs
 from gradcomp._src.core import feedback as feedbacks
 from gradcomp._src.core import state as states
 from gradcomp._src.core import step as steps
-from gradcomp._src.exchange import collectives, step, two_shot
+from gradcomp._src.exchange import step, two_shot
 from gradcomp._src.floats.dtypes import fitted
 from gradcomp._src.mesh import agreement, closures, place, study, trees, types
 from gradcomp._src.mesh import axes as mesh_axes
@@ -130,10 +130,10 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
   inner = closures.optimizer_with_note(inner)
 
   def shared(
-    leaves: Sequence[jax.Array], tree: Any, across: Any, workers: collectives.Workers
+    leaves: Sequence[jax.Array], tree: Any, across: place.Place
   ) -> leaf_rows.LeafRows:
-    plan = parts.plan(leaves, compression.paths_of(tree), across, workers)
-    return leaf_rows.share_rows(plan, of_updates, parts.min_leaf_size, workers)
+    plan = parts.plan(leaves, compression.paths_of(tree), across)
+    return leaf_rows.share_rows(plan, of_updates, parts.min_leaf_size)
 
   def init_fn(tree: Any) -> ZeroState:
     complexes = [jnp.iscomplexobj(x) for x in jax.tree.leaves(tree)]
@@ -147,9 +147,8 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
     def first(tree: Any) -> tuple[Any, Any]:
       """Returns a worker's first unsent rows, zeros, and the first inner state."""
       leaves = [jnp.asarray(x).astype(jnp.float32) for x in jax.tree.leaves(tree)]
-      count = mesh_axes.bound_size(axes) or 1
-      across = place.Place(axes, False, others)
-      rows = shared(leaves, tree, across, collectives.Workers(axes, count, 1 / count))
+      across = place.Place(axes, mesh_axes.bound_size(axes) or 1, others=others)
+      rows = shared(leaves, tree, across)
       master = rows.owned(leaves)
       zeros = [elementwise.alike(jnp.float32(0), x)[0] for x in master]
       seen = inners.Inner(inner, inputs.whole(tree, complexes), rows.axes)
@@ -177,17 +176,15 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
     study.note(("params", of_updates))
     complexes = [jnp.iscomplexobj(x) for x in jax.tree.leaves(params)]
     params = jax.tree.map(inputs.pairs, params)
-    workers = parts.workers(across, updates, state.gradients)
-    assert workers is not None
     wide = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
     leaves = jax.tree.leaves(params)
-    rows = shared(jax.tree.leaves(wide), updates, across, workers)
+    rows = shared(jax.tree.leaves(wide), updates, across)
     seen = inners.Inner(inner, inputs.whole(params, complexes), rows.axes, extra_args)
     waits = rows.of_state(state.unsent, params)
 
     def take(of: tuple[Any, Any]) -> tuple[Any, ZeroState]:
-      rows = leaf_rows.LeafRows(*of, workers)
-      facts = parts.step(rows.plan, workers, state.gradients)
+      rows = leaf_rows.LeafRows(*of)
+      facts = parts.step(rows.plan, state.gradients)
       facts = facts._replace(instead=two_shot.ReduceScatter())
 
       def finish(reduced: list[step.Reduced]) -> tuple[list[step.Reduced], Any]:
