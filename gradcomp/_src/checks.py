@@ -70,17 +70,6 @@ def static_number(
   return number
 
 
-def share_below_1(name: str, value: Any) -> float:
-  """Returns a Python float of at least 0 and below 1; ValueError otherwise."""
-  rule, most = "a number of at least 0 and below 1", math.nextafter(1, 0)
-  return static_number(name, rule, value, least=0, most=most)
-
-
-def share_above_0(name: str, value: Any) -> float:
-  """Returns a Python float above 0 and at most 1; ValueError otherwise."""
-  return static_number(name, "a number above 0 and at most 1", value, most=1)
-
-
 def static_factor(name: str, rule: str, value: Any) -> float:
   """Returns a number from 2**-126 to 2**126; ValueError otherwise."""
   # Normal in float32, and so is its inverse.
@@ -111,12 +100,6 @@ def flag(name: str, value: Any) -> bool:
   if not isinstance(value, bool):
     raise ValueError(f"`{name}` must be a bool, got {value!r}.")
   return value
-
-
-def optional_size(name: str, unit: str, value: Any) -> int | None:
-  """Returns a count of 0 or more, or None; ValueError otherwise."""
-  rule = f"a number of {unit}, 0 or more, or None"
-  return None if value is None else static_integer(name, rule, value, least=0)
 
 
 def instance_of(name: str, kind: type[_Kind], value: Any) -> _Kind:
@@ -197,9 +180,10 @@ def power_of_two(least: int, most: int) -> Rule:
 
 
 def number(words: str, least: float = _LEAST, most: float = _MOST) -> Rule:
-  """Returns the rule of positive Python floats in a range."""
+  """Returns the rule of Python floats in a range, by default above 0."""
   check = lambda name, x: static_number(name, words, x, least=least, most=most)
-  return Rule(check, words, (0, least / 2, *[2 * most] * (most < _MOST)))
+  around = math.nextafter(least, -math.inf), math.nextafter(most, math.inf)
+  return Rule(check, words, around)
 
 
 def choice(choices: Any, *, none: bool = False) -> Rule:
@@ -217,8 +201,8 @@ def choice(choices: Any, *, none: bool = False) -> Rule:
 FLAG = Rule(flag, outside=(0, 1, None, "True"))
 FLOAT_DTYPE = Rule(float_dtype, outside=(np.float64, np.int32, None))
 STEPS = Rule(step_count, outside=(0, 2**31))
-ABOVE_0 = Rule(share_above_0, "above 0 and at most 1", (0, 1.5))
-BELOW_1 = Rule(share_below_1, "at least 0 and below 1", (-0.1, 1))
+ABOVE_0 = number("a number above 0 and at most 1", most=1)
+BELOW_1 = number("a number of at least 0 and below 1", 0, math.nextafter(1, 0))
 _bucket = lambda words: integer(words, 1, None, lambda found: not found % 32)
 BUCKET = _bucket("a positive multiple of 32")  # planes stay whole vectors
 TENSOR_BUCKET = optional(

@@ -35,7 +35,7 @@ Dither = Literal["shared", "independent"]
 
 _AXES = checks.optional(checks.Rule(lambda _, x: as_axis_name(axis_names(x))))
 _EXCHANGE = checks.Rule(lambda _, x: auto.as_exchange(x))
-_SIZE = checks.Rule(lambda name, x: checks.optional_size(name, "elements", x))
+_SIZE = checks.optional(checks.integer("a number of elements, 0 or more, or None", 0))
 
 
 def _message_bytes(name: str, value: Any) -> plans.MessageBytes:

@@ -166,7 +166,7 @@ def local_steps(  # noqa: PLR0913 - options of users, by keyword
   every = checks.step_count("every", every)
   fragments = _up_to("fragments", 1, every, fragments)
   delay = _up_to("delay", 0, every - 1, delay)
-  mixing = checks.share_above_0("mixing", mixing)
+  mixing = checks.ABOVE_0.check("mixing", mixing)
   checks.one_of("merge", Merge, merge)
   start = checks.step_count("start", start, least=0)
   names = mesh_axes.axis_names(axis_name)

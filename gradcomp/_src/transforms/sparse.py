@@ -5,7 +5,7 @@ from typing import Literal, Unpack
 import optax
 from jax.typing import DTypeLike
 
-from gradcomp._src.checks import flag, one_of, share_below_1
+from gradcomp._src.checks import BELOW_1, flag, one_of
 from gradcomp._src.codecs import block_top, random_k, sparse, top_k
 from gradcomp._src.core.feedback import ErrorFeedback, MomentumFeedback
 from gradcomp._src.kernels.gpu.dispatch import Implementation
@@ -107,7 +107,7 @@ def redsync(  # noqa: PLR0913 - the options of the codec and of the momentum
   one_of("clip_rule", ClipRule, clip_rule)
   keeper = ErrorFeedback()
   if momentum is not None:
-    momentum = share_below_1("momentum", momentum)
+    momentum = BELOW_1.check("momentum", momentum)
     keeper = MomentumFeedback(decay=momentum, nesterov=nesterov)
   exchanged = of_codec(redsync, top_k.TopK, locals(), feedback=keeper)
   if max_norm is None:

@@ -22,6 +22,8 @@ from gradcomp._src.mesh import axes as mesh_axes
 from gradcomp._src.parallel.zero import elementwise, leaf_rows
 from gradcomp._src.parallel.zero import inner as inners
 
+_BYTES = checks.optional(checks.integer("a number of bytes, 0 or more, or None", 0))
+
 
 class ZeroState(NamedTuple):
   """The state of :func:`gradcomp.parallel.zero`: plain arrays, for any checkpointer.
@@ -118,7 +120,7 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
   _check_codecs(grads, params)
   axes = mesh_axes.as_axis_name(mesh_axes.axis_names(axis_name))
   exchange = two_shot.TwoShot(feedback=False)
-  size = checks.optional_size("message_bytes", "bytes", message_bytes)  # none is "auto"
+  size = _BYTES.check("message_bytes", message_bytes)  # none is "auto"
   keeper = feedbacks.as_feedback(feedback, grads, "grads")
   if keeper.estimates:
     raise ValueError(
