@@ -35,7 +35,6 @@ def on_workers(  # noqa: PLR0913 - facts of a core, by keyword
   keeps: bool = False,
   local: bool = False,
   reads: bool = False,
-  real: bool = True,
   whole: bool = False,
   enters: bool = True,
   filled: Callable[..., Any] | None = None,
@@ -44,13 +43,13 @@ def on_workers(  # noqa: PLR0913 - facts of a core, by keyword
 
   It calls ``core(across, grads, state)``, with ``params, extra_args`` too if it
   ``reads`` them. With ``keeps`` it returns each worker's own; ``local`` cores send
-  nothing. With ``real`` complex arrays are pairs. Unless it ``enters`` their map, it
-  sees addends as they are. For ``whole`` and ``filled`` see :func:`_in_map`.
+  nothing. Complex arrays are pairs but for ``whole`` ones. Unless it ``enters`` their
+  map, it sees addends as they are. For ``whole`` and ``filled`` see :func:`_in_map`.
   """
 
   def own(grads: Any, state: Any, params: Any, **extra_args: Any) -> Any:
     averaged = None if keeps else params
-    reals = _in_pairs(grads) if real else grads
+    reals = grads if whole else _in_pairs(grads)
     across = place(reals, axis_name, params=averaged, local=local)
     if across.is_sum:
       state = filled(state, types.mesh_of(reals)) if filled else state
@@ -59,7 +58,7 @@ def on_workers(  # noqa: PLR0913 - facts of a core, by keyword
     dtypes = update_dtypes(reals, averaged if across.is_sum else None)
     across = across._replace(dtypes=dtypes)
     given = (params, extra_args) if reads else ()
-    back = lambda new: jax.tree.map(like_complex, new, grads) if real else new
+    back = lambda new: new if whole else jax.tree.map(like_complex, new, grads)
     if not enters:
       return functools.partial(core, across), (reals, state, *given), back
     sums = jax.tree.map(lambda x: bool(types.unreduced_axes(x)), given)

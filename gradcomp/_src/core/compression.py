@@ -40,15 +40,12 @@ _SIZE = checks.optional(checks.integer("a number of elements, 0 or more, or None
 
 def _message_bytes(name: str, value: Any) -> plans.MessageBytes:
   """Returns the option ``message_bytes``; ValueError for values that it cannot have."""
-  if value is None:
-    return None
-  if isinstance(value, str) and value == "auto":
-    return "auto"
   rule = 'a number of bytes, 0 or more, "auto", or None for one message'
-  return checks.static_integer(name, rule, value, least=0)
+  is_auto = isinstance(value, str) and value == "auto"
+  return "auto" if is_auto else checks.static_integer(name, rule, value, least=0)
 
 
-_BYTES = checks.Rule(_message_bytes)
+_BYTES = checks.optional(checks.Rule(_message_bytes))
 _AUTO: Any = "auto"  # a feedback, once the codec is known
 
 
@@ -220,12 +217,6 @@ class Compression(checks.Checked):
     facts = plan, *keys, memory, owned, state.count
     keep, mark = self.feedback.keeps or watch, self.feedback.moves
     return Step(*facts, keep=keep, mark=mark, watch=watch)
-
-  def error_share(self, across: Place) -> float | None:
-    """Returns the share of cast errors that a worker keeps, 1 or 1/N, or None."""
-    if not self.feedback.keeps:
-      return None
-    return 1 / across.addends if self.exchange.sends else 1.0
 
   def warn_of_owners(self, plan: plans.MessagePlan, state: CompressState) -> None:
     """Warns if owners keep nothing because ``init`` could not count the workers."""

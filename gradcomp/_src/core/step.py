@@ -26,6 +26,7 @@ from gradcomp._src.floats.dtypes import fitted, narrowed
 from gradcomp._src.kernels.common.fixed_point import scaled
 from gradcomp._src.kernels.materialize import updated_in_place
 from gradcomp._src.mesh.axes import AxisName
+from gradcomp._src.mesh.place import Place
 from gradcomp._src.mesh.study import is_study
 
 Finish = Callable[[list[Reduced]], tuple[list[Reduced], Any]]
@@ -68,18 +69,19 @@ def correct(options: Compression, updates: Any, state: CompressState) -> list[An
 
 
 def as_updates(
-  dtypes: Sequence[np.dtype], share: float | None, reduced: Sequence[Reduced]
+  options: Compression, across: Place, reduced: Sequence[Reduced]
 ) -> tuple[list[Reduced], None]:
-  """Casts the means; each worker keeps a ``share`` of the error, 1 or 1/N, or None."""
+  """Casts the means; with feedback each worker keeps the error, or 1/N of a sum's."""
+  share = 1 / across.addends if options.exchange.sends else 1.0
 
   def cast(x: Any, dtype: np.dtype) -> Any:
-    if share is not None and jnp.finfo(dtype).bits < jnp.finfo(x.mean.dtype).bits:
+    if options.feedback.keeps and jnp.finfo(dtype).bits < jnp.finfo(x.mean.dtype).bits:
       mean, lost = narrowed(x.mean, dtype)
       unsent = x.unsent + scaled(lost, share).reshape(x.unsent.shape)
       x = x._replace(mean=mean, unsent=unsent, own=None)
     return x._replace(mean=fitted(x.mean, dtype))
 
-  return list(map(cast, reduced, dtypes)), None
+  return list(map(cast, reduced, across.dtypes)), None
 
 
 def keep(

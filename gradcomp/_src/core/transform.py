@@ -106,8 +106,7 @@ def transformation(parts: Compression) -> optax.GradientTransformationExtraArgs:
     parts.check(across, updates, state)
     plan = parts.plan(jax.tree.leaves(updates), paths_of(updates), across)
     parts.warn_of_owners(plan, state)
-    share = parts.error_share(across)
-    finish = functools.partial(as_updates, across.dtypes, share)
+    finish = functools.partial(as_updates, parts, across)
 
     def take(plan: MessagePlan) -> Taken:
       step = parts.step(plan, state)

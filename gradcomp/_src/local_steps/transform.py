@@ -232,8 +232,8 @@ def local_steps(  # noqa: PLR0913 - options of users, by keyword
     stored = rounds.stored((moved, inner_state))
     return new, states.LocalStepsState(count, states.OwnSteps({names: stored}), kept)
 
-  sees: Any = {"reads": True, "real": False, "whole": True}
-  return border.on_workers(init_fn, core, axes, filled=rounds.numbers_of_all, **sees)
+  filled = rounds.numbers_of_all
+  return border.on_workers(init_fn, core, axes, reads=True, whole=True, filled=filled)
 
 
 def _check_not_averaged(opt_state: Any) -> None:

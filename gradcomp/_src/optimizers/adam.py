@@ -195,7 +195,7 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
     return parts.update(across, grads, state, params, like)
 
   # It enters maps itself, where it has decided whether to send gradients or momenta.
-  facts: Any = {"reads": True, "real": False, "whole": True, "enters": False}
+  facts: Any = {"reads": True, "whole": True, "enters": False}
   first = border.on_workers(parts.init, core, axis_name, **facts)
   if local is not None:
     return first

@@ -131,7 +131,7 @@ def mean_exchange(options: Compression, layer: Any, *, is_sum: bool) -> Exchange
       # Nothing can be computed anew from gradients that are gone.
       found |= zip(numbers, (x._replace(own=None) for x in parts), strict=True)
     reduced = [found[i] for i in range(len(leaves))]
-    reduced, _ = step.as_updates(dtypes, options.error_share(across), reduced)
+    reduced, _ = step.as_updates(options, across, reduced)
     means = [x.mean for x in reduced]
     if old is None:
       return means, None

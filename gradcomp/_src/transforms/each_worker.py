@@ -138,8 +138,7 @@ def on_each_worker(
     new, state = inner.update(across.own(updates), state, params, **extra_args)
     return jax.tree.map(lambda g: g / across.addends, new), state
 
-  sees: Any = {"keeps": True, "reads": True, "real": False, "whole": True}
-  return on_workers(inner.init, own, axis_name, **sees)
+  return on_workers(inner.init, own, axis_name, keeps=True, reads=True, whole=True)
 
 
 def clip_by_local_norm(
