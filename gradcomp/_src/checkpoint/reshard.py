@@ -23,7 +23,7 @@ from gradcomp._src.core.state import CompressState, OwnedRows, OwnSteps
 from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.mesh import platforms, types
 from gradcomp._src.mesh.axes import Axes, AxisName, axis_names
-from gradcomp._src.mesh.specs import sharded_axes, stacked_over
+from gradcomp._src.mesh.specs import axes_in, stacked_over
 from gradcomp._src.mesh.trees import boxed_like, unboxed
 
 State = TypeVar("State")
@@ -168,7 +168,7 @@ class Move:
     if self.mesh.empty:
       return x if is_key(x) else host_array(x)
     own = types.placed_spec(x if like is None else like)
-    if sharded_axes(spec) <= sharded_axes(own) <= {*self.mesh.axis_names}:
+    if axes_in(spec) <= axes_in(own) <= {*self.mesh.axis_names}:
       spec = own
     return put(x, NamedSharding(self.mesh, spec))
 

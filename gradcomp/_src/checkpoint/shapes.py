@@ -124,7 +124,7 @@ def first_state_of(
   specs = state_specs(found[0], axis_name=axis_name, param_specs=param_specs)
 
   def whole(path: KeyPath, part: Any, spec: P) -> Any:
-    if mesh_specs.sharded_axes(spec) and not part.ndim:
+    if mesh_specs.axes_in(spec) and not part.ndim:
       raise ValueError(
         "`params` must not be scalars where workers keep arrays of their shapes, "
         f"because no map can stack these, got one at {keystr(path)}; give it the shape "
@@ -152,7 +152,7 @@ def _with_typed_axes(part: ShapedArray, spec: P) -> P:
   """Returns a map's spec with the axes that shard the part by its type."""
   names_of = lambda x: mesh_specs.names_by_axis(x, part.ndim)
   pairs = zip(names_of(spec), names_of(part.sharding.spec), strict=True)
-  known = mesh_specs.sharded_axes(spec)
+  known = mesh_specs.axes_in(spec)
   return mesh_specs.spec_of([(*a, *(x for x in b if x not in known)) for a, b in pairs])
 
 

@@ -179,9 +179,7 @@ def _in_map(
   arrays, with_arrays = arrays_of(extra_args)
   # A map around this one may have no types, which say what differs between workers.
   untyped = () if axes or types.is_typed(manual_axes()) else manual_axes()
-  differs = each(
-    lambda x: tuple(mesh_specs.sharded_axes(x).intersection(untyped)), stacked
-  )
+  differs = each(lambda x: tuple(mesh_specs.axes_in(x).intersection(untyped)), stacked)
 
   def local(grads: Any, state: Any, params: Any, arrays: Any) -> tuple[Any, Any]:
     grads = jax.tree.map(lambda x: x[0], grads) if axes else grads

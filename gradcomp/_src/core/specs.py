@@ -17,7 +17,7 @@ from gradcomp._src.core.residual_storage import is_stored, shaped
 from gradcomp._src.mesh import axes as mesh_axes
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.param_specs import specs_like, specs_of
-from gradcomp._src.mesh.specs import is_spec, sharded_axes, stack_spec, stacked_over
+from gradcomp._src.mesh.specs import axes_in, is_spec, stack_spec, stacked_over
 from gradcomp._src.mesh.study import is_study
 from gradcomp._src.mesh.trees import trainable
 from gradcomp._src.mesh.types import is_traced
@@ -117,7 +117,7 @@ def state_specs(  # noqa: C901 - a case for each type of state
           "number), or take the step by gradcomp.make_train_step, which does so."
         )
     over = inside(node)
-    known = lambda spec: sharded_axes(spec).issuperset(mesh_axes.axis_names(over))
+    known = lambda spec: axes_in(spec).issuperset(mesh_axes.axis_names(over))
     stacked = lambda spec: spec if known(spec) else stack_spec(over, spec)
     return states.OwnSteps({axes: jax.tree.map(stacked, inner(own), is_leaf=is_spec)})
 
@@ -299,7 +299,7 @@ def check_stacked(opt_state: Any, specs: Any, params: Any, workers: int) -> None
   specs = jax.tree.leaves(_without_rows(specs))
   for (path, leaf), spec in zip(leaves, specs, strict=True):
     whole = leaf.shape and leaf.shape not in own and leaf.shape[0] % workers == 0
-    if sharded_axes(spec) and leaf.shape not in stacked and not whole:
+    if axes_in(spec) and leaf.shape not in stacked and not whole:
       raise ValueError(
         f"`opt_state`{jax.tree_util.keystr(path)} must stack the parts of {workers} "
         f"workers on its first axis, got the shape {leaf.shape}; make the state by "

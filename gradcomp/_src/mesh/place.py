@@ -19,7 +19,7 @@ from gradcomp._src.mesh import axes as mesh_axes
 from gradcomp._src.mesh import study, types
 from gradcomp._src.mesh.axes import AROUND, AxisName, as_axis_name, axis_names
 from gradcomp._src.mesh.per_worker import of_all
-from gradcomp._src.mesh.specs import is_spec, sharded_axes
+from gradcomp._src.mesh.specs import axes_in, is_spec
 
 GATHER_FIRST = (
   "the exchange would average different rows with each other. Gather the parameters "
@@ -55,7 +55,7 @@ def place(
   """Returns the place in the types of gradients; ``local`` exchanges send nothing."""
   if axis_name is not None and not local:
     # Types show it under Explicit axes, and in a map that checks types; nowhere else.
-    cut = lambda x: types.varying_axes(x) | sharded_axes(types.typed_spec(x))
+    cut = lambda x: types.varying_axes(x) | axes_in(types.typed_spec(x))
     more = "; if it is whole, and gradcomp.defer_reduction has marked it, pass what was"
     check_whole("params", params, axis_name, cut, more=f"{more} marked")
   rows, found = of_all(updates), Place(None)
@@ -129,7 +129,7 @@ def _already_reduced(path: Any, axis_name: AxisName) -> ValueError:
 
 def _cut_over(x: Any) -> frozenset[str]:
   """Returns the axes that shard an array or a spec; of traced arrays Explicit ones."""
-  return sharded_axes(x if is_spec(x) else types.placed_spec(x))
+  return axes_in(x if is_spec(x) else types.placed_spec(x))
 
 
 def leaves_cut(

@@ -20,7 +20,7 @@ from gradcomp._src.mesh import types
 from gradcomp._src.mesh.axes import AxisName, automatic_axes, axis_names
 from gradcomp._src.mesh.closures import arrays_of
 from gradcomp._src.mesh.place import Place
-from gradcomp._src.mesh.specs import axes_in, entries, is_spec, reduced_spec
+from gradcomp._src.mesh.specs import axes_in, entries, is_spec
 from gradcomp._src.mesh.study import is_followed
 from gradcomp._src.mesh.trees import is_array
 
@@ -71,7 +71,7 @@ def _on_devices(
     called: Callable[..., Any] = on_device
     specs, *others = jax.tree.map(types.typed_spec, (updates, state, arrays))
     each = functools.partial(jax.tree.map, is_leaf=is_spec)
-    out = specs if keeps else each(reduced_spec, specs)
+    out = specs if keeps else each(lambda spec: PartitionSpec(*entries(spec)), specs)
     mesh = types.mesh_of(updates)
     # JAX 0.10 takes unreduced arrays only if all axes are manual.
     manual = set(mesh.axis_names if across.is_sum else axes_in(specs))

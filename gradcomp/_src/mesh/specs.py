@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Sequence
+from itertools import chain
 from typing import Any
 
 import jax
@@ -40,20 +41,10 @@ def spec_of(names: Sequence[Sequence[str]]) -> PartitionSpec:
   return PartitionSpec(*map(_entry, names))
 
 
-def sharded_axes(spec: PartitionSpec) -> frozenset[str]:
-  """Returns the mesh axes over which a spec shards an array."""
-  return frozenset(name for entry in entries(spec) for name in _names(entry))
-
-
 def axes_in(specs: Any) -> frozenset[str]:
-  """Returns the mesh axes over which any spec of a tree shards an array."""
-  leaves = jax.tree.leaves(specs, is_leaf=is_spec)
-  return frozenset().union(*map(sharded_axes, leaves))
-
-
-def reduced_spec(spec: PartitionSpec) -> PartitionSpec:
-  """Returns the spec of an unreduced array after its reduction."""
-  return PartitionSpec(*entries(spec))
+  """Returns the mesh axes over which a spec, or any of a tree, shards an array."""
+  every = map(entries, jax.tree.leaves(specs, is_leaf=is_spec))
+  return frozenset(name for entry in chain(*every) for name in _names(entry))
 
 
 def restrict_spec(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:

@@ -61,7 +61,7 @@ def varying_axes(x: Any) -> frozenset[str]:
 def other_axes(x: Any, axis_name: AxisName | None) -> tuple[str, ...]:
   """Returns the axes but ``axis_name`` over which an array differs by its type."""
   own = () if axis_name is None else axis_names(axis_name)
-  found = specs.sharded_axes(typed_spec(x)) | varying_axes(x)
+  found = specs.axes_in(typed_spec(x)) | varying_axes(x)
   return tuple(sorted(found.difference(own)))
 
 
@@ -129,10 +129,10 @@ def put(tree: Any, mesh: Mesh | AbstractMesh, axis_name: AxisName, spec: Any) ->
 
 def zeros(x: jax.Array) -> jax.Array:
   """Returns zeros like ``x`` that are equal on all workers."""
-  spec, own = typed_spec(x), jnp.zeros(x.shape, x.dtype)
-  if not specs.sharded_axes(spec):
+  spec, own = specs.entries(typed_spec(x)), jnp.zeros(x.shape, x.dtype)
+  if not any(spec):
     return own
-  return jax.reshard(own, NamedSharding(mesh_of(x), specs.reduced_spec(spec)))
+  return jax.reshard(own, NamedSharding(mesh_of(x), PartitionSpec(*spec)))
 
 
 def mark_reduced(tree: Any, axis_name: AxisName) -> Any:

@@ -94,13 +94,13 @@ def reshard(  # noqa: PLR0913 - options of users, by keyword
   if axis_name is not None:
     named = set(axes.axis_names(axis_name))
   elif isinstance(spec, P):
-    named = set(specs.sharded_axes(spec))
+    named = set(specs.axes_in(spec))
   else:
     raise TypeError(
       f"`spec` must be a jax.P, got {spec!r}; pass the name of an axis by axis_name=."
     )
   if source is not None:
-    named |= {*specs.sharded_axes(source), *source.unreduced}
+    named |= {*specs.axes_in(source), *source.unreduced}
   outside = not any(axes.bound_size(name) for name in named)
   given = P(unreduced=named) if source is None else source
   given = types.typed_spec(x) if outside else given
@@ -152,7 +152,7 @@ class _Move(NamedTuple):
     """Returns the array in the target sharding, and the new residual."""
     if self.mesh is None:
       return self._send(x, key, residual)
-    kept, result = map(specs.reduced_spec, (self.source, self.target))
+    kept, result = (P(*specs.entries(x)) for x in (self.source, self.target))
     if self.kind != "gather":
       kept = specs.stack_spec(self.axis_name, kept)
     # If types are checked, JAX lets only its own sums take addends.
