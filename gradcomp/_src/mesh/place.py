@@ -36,7 +36,6 @@ class Place(NamedTuple):
   is_sum: bool = False  # whether gradients are addends of their sum
   others: Sequence[tuple[str, ...]] = ()  # over which leaves vary, too
   dtypes: Sequence[np.dtype] = ()  # the dtype of the update of each leaf
-  rows: bool = False  # whether all workers' gradients are here, in no map
 
   @property
   def addends(self) -> int:
@@ -58,11 +57,11 @@ def place(
     cut = lambda x: types.varying_axes(x) | axes_in(types.typed_spec(x))
     more = "; if it is whole, and gradcomp.defer_reduction has marked it, pass what was"
     check_whole("params", params, axis_name, cut, more=f"{more} marked")
-  rows, found = of_all(updates), Place(None)
-  if not rows and not study.is_followed():
+  found = Place(None)
+  if not of_all(updates) and not study.is_followed():
     found = _reduction(updates, study.studied_axes(axis_name), local)
   others = [types.other_axes(leaf, found.axes) for leaf in jax.tree.leaves(updates)]
-  return found._replace(others=others, rows=rows)
+  return found._replace(others=others)
 
 
 def _reduction(updates: Any, axis_name: AxisName | None, local: bool) -> Place:

@@ -55,10 +55,10 @@ def global_norm(grads: Any, *, axis_name: AxisName | None = None) -> jax.Array:
     Array([5., 1.], dtype=float32)
   """
   grads = trees.unboxed(grads)
-  across = place(grads, axis_name, local=True)
-  if across.rows:
+  if per_worker.of_all(grads):
     rows = jax.tree.leaves(per_worker.unmarked(grads)[0])
     return jax.vmap(lambda own: _own_norm(own, [()] * len(own)))([*map(pairs, rows)])
+  across = place(grads, axis_name, local=True)
   grads = [*map(pairs, jax.tree.leaves(grads))]
   axes, others = across.axes, across.others
   if axes is None or not across.is_sum:
