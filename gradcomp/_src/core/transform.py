@@ -15,7 +15,7 @@ from gradcomp._src.core.inputs import not_differentiated
 from gradcomp._src.core.state import CompressState
 from gradcomp._src.core.step import as_updates, otherwise, take_step
 from gradcomp._src.exchange.auto import Auto, ExchangeName
-from gradcomp._src.exchange.plan import MessageBytes, MessagePlan
+from gradcomp._src.exchange.plan import MessageBytes
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.place import Place
@@ -106,13 +106,10 @@ def transformation(parts: Compression) -> optax.GradientTransformationExtraArgs:
     parts.check(across, updates, state)
     plan = parts.plan(jax.tree.leaves(updates), paths_of(updates), across)
     parts.warn_of_owners(plan, state)
-    finish = functools.partial(as_updates, parts, across)
-
-    def take(plan: MessagePlan) -> Taken:
-      step = parts.step(plan, state)
-      return take_step(parts, step, updates, state, finish)[:2]
-
-    return otherwise(take(plan), take, plan, across.axes if plan.sends else None)
+    rest = updates, state, functools.partial(as_updates, parts, across)
+    taken = take_step(parts, parts.step(plan, state), *rest)[:2]
+    again = lambda plan: take_step(parts, parts.step(plan, state), *rest)[:2]
+    return otherwise(taken, again, plan, across.axes if plan.sends else None)
 
   unsent = not parts.exchange.sends
   return on_workers(parts.init, average, parts.axis_name, keeps=unsent, local=unsent)
