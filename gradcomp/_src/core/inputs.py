@@ -1,7 +1,7 @@
 """Readers and makers of the arguments of ``update``: pairs, dtypes, stand-ins."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,19 +26,6 @@ def pairs(x: Any) -> Any:
   if isinstance(x, jax.ShapeDtypeStruct):
     return jax.eval_shape(stack, x)
   return map_addends(stack, x)
-
-
-def whole(tree: Any, complexes: Sequence[bool]) -> Any:
-  """Returns the shapes and dtypes of a tree before :func:`pairs`."""
-
-  def shape(x: Any, is_pair: bool) -> jax.ShapeDtypeStruct:
-    dtype = jnp.result_type(x)
-    if not is_pair:
-      return jax.ShapeDtypeStruct(jnp.shape(x), dtype)
-    return jax.ShapeDtypeStruct(x.shape[:-1], jnp.result_type(dtype, jnp.complex64))
-
-  leaves, treedef = jax.tree.flatten(tree)
-  return jax.tree.unflatten(treedef, map(shape, leaves, complexes))
 
 
 def like_complex(x: jax.Array, like: jax.Array) -> jax.Array:

@@ -138,22 +138,21 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
     return leaf_rows.share_rows(plan, of_updates, parts.min_leaf_size)
 
   def init_fn(tree: Any) -> ZeroState:
-    complexes = [jnp.iscomplexobj(x) for x in jax.tree.leaves(tree)]
-    tree = jax.tree.map(inputs.pairs, tree)
     gradients = parts.init(tree)
     tree = trees.unboxed(tree)
-    if not complexes:
+    if not jax.tree.leaves(tree):
       return ZeroState(gradients, tree, inner.init(tree))
     others = [types.other_axes(x, axes) for x in jax.tree.leaves(tree)]
 
     def first(tree: Any) -> tuple[Any, Any]:
       """Returns a worker's first unsent rows, zeros, and the first inner state."""
-      leaves = [jnp.asarray(x).astype(jnp.float32) for x in jax.tree.leaves(tree)]
+      reals = jax.tree.leaves(jax.tree.map(inputs.pairs, tree))
+      leaves = [jnp.asarray(x).astype(jnp.float32) for x in reals]
       across = place.Place(axes, mesh_axes.bound_size(axes) or 1, others=others)
       rows = shared(leaves, tree, across)
       master = rows.owned(leaves)
       zeros = [elementwise.alike(jnp.float32(0), x)[0] for x in master]
-      seen = inners.Inner(inner, inputs.whole(tree, complexes), rows.axes)
+      seen = inners.Inner(inner, tree, rows.axes)
       return rows.as_state(tree, zeros), seen.first(master)
 
     unknown = "which Nth of the parameters a worker owns"
@@ -176,12 +175,10 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
     record = "gradcomp.parallel.zero", told, updates, across.axes
     agreement.require_agreement(*record, inner_state=state.inner_state)
     study.note(("params", of_updates))
-    complexes = [jnp.iscomplexobj(x) for x in jax.tree.leaves(params)]
-    params = jax.tree.map(inputs.pairs, params)
     wide = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
-    leaves = jax.tree.leaves(params)
+    leaves = jax.tree.leaves(jax.tree.map(inputs.pairs, params))
     rows = shared(jax.tree.leaves(wide), updates, across)
-    seen = inners.Inner(inner, inputs.whole(params, complexes), rows.axes, extra_args)
+    seen = inners.Inner(inner, params, rows.axes, extra_args)
     waits = rows.of_state(state.unsent, params)
 
     def take(of: tuple[Any, Any]) -> tuple[Any, ZeroState]:
