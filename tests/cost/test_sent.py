@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import gradcomp
-from gradcomp._src.core.compression import Compression, paths_of
+from gradcomp._src.core.compression import Compression
 from gradcomp._src.cost.planner.sent import sent_by
 from gradcomp._src.exchange import collectives as calls
 from gradcomp._src.mesh.place import Place
@@ -47,7 +47,7 @@ def alike(codec, way, workers, leaves=LEAVES, platform=None, message_bytes=None)
     return False
   place = Place(axis, n, others=[()] * len(leaves))
   with planned_for(platform):
-    plan = parts.plan(leaves, paths_of(leaves), place)
+    plan = parts.plan(leaves, place)
     found = sent_by(plan, sizes)
   tx = gradcomp.compress(codec, **options)
   traced = gradcomp.explain(tx, leaves, workers=workers, platform=platform)

@@ -23,7 +23,7 @@ def plan(sizes, codec=CODEC, others=None, **options):
   options = dict(exchange=TwoShot(), min_leaf_size=0, message_bytes=None) | options
   others = [()] * len(sizes) if others is None else others
   place = Place("data", WORKERS, others=others)
-  return Compression(codec, **options).plan(leaves, [()] * len(sizes), place).messages
+  return Compression(codec, **options).plan(leaves, place).messages
 
 
 def test_leaves_share_a_message_up_to_its_bytes():

@@ -2,7 +2,6 @@
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -88,12 +87,7 @@ class Compression(checks.Checked):
         'feedback="error".'
       )
 
-  def plan(
-    self,
-    leaves: Sequence[jax.Array | jax.ShapeDtypeStruct],
-    paths: Sequence[KeyPath],
-    across: Place,
-  ) -> plans.MessagePlan:
+  def plan(self, tree: Any, across: Place) -> plans.MessagePlan:
     """Splits leaves into the messages of a step; ValueError for sums beyond 32 bits."""
     # An average has one message, unless `message_bytes` limits its payload, leaves vary
     # over different `others`, or dense leaves or leaves of float64 are added apart from
@@ -101,6 +95,7 @@ class Compression(checks.Checked):
     codec, exchange, size = self.codec, self.exchange, self.message_bytes
     least, facts = self.min_leaf_size, codec.facts
     workers, others = across.workers, across.others
+    leaves, paths = jax.tree.leaves(tree), paths_of(tree)
     wide = lambda x: jax.ShapeDtypeStruct(x.shape, working_dtype(facts, x.dtype))
     like = list(map(wide, leaves))
     addends = workers if exchange.sends else None
@@ -149,11 +144,11 @@ class Compression(checks.Checked):
     seed, axes = states.seed_words(self.key), study.studied_axes(self.axis_name)
     zeros = lambda shape: jnp.zeros(shape, jnp.float32)
 
-    def own(leaves: Any, others: Any, workers: int | None) -> Any:
+    def own(like: Any, others: Any, workers: int | None) -> Any:
       """Returns a maker of owner residuals and memories, by the seed, each by axes."""
       known = 1 if axes is None else workers
       across = Place(axes, known or 1, others=others)
-      plan = self.plan(leaves, paths_of(params), across)
+      plan = self.plan(like, across)
       study.note((study.PLANNED, plan))
       shapes = {} if known is None or axes is None else plans.owner_shapes(plan)
 

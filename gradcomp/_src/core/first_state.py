@@ -39,7 +39,7 @@ def first_state(
   # The second stage is planned from the shapes that update will see: a shard of a leaf
   # if it is typed so, but a whole leaf if Auto axes shard it.
   seen = [_part(leaf, types.typed_spec(leaf), mesh) for leaf in leaves]
-  make = own_arrays(seen, others, workers)
+  make = own_arrays(jax.tree.unflatten(treedef, seen), others, workers)
   parts = [_part(leaf, spec, mesh) for leaf, spec in zip(leaves, specs, strict=True)]
   places = [(x.shape or (1,), (*names, *y)) for x, y in zip(parts, others, strict=True)]
 

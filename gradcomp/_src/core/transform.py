@@ -3,13 +3,12 @@
 import functools
 from typing import Any
 
-import jax
 import optax
 from jax.typing import ArrayLike
 
 from gradcomp._src.codecs.protocol import LeafCodec, is_codec
 from gradcomp._src.core.border import on_workers
-from gradcomp._src.core.compression import Compression, Dither, paths_of
+from gradcomp._src.core.compression import Compression, Dither
 from gradcomp._src.core.feedback import Feedback, FeedbackName
 from gradcomp._src.core.inputs import not_differentiated
 from gradcomp._src.core.state import CompressState
@@ -104,7 +103,7 @@ def transformation(parts: Compression) -> optax.GradientTransformationExtraArgs:
   def average(across: Place, updates: Any, state: CompressState) -> Taken:
     updates = not_differentiated(updates)
     parts.check(across, updates, state)
-    plan = parts.plan(jax.tree.leaves(updates), paths_of(updates), across)
+    plan = parts.plan(updates, across)
     parts.warn_of_owners(plan, state)
     rest = updates, state, functools.partial(as_updates, parts, across)
     taken = take_step(parts, parts.step(plan, state), *rest)[:2]

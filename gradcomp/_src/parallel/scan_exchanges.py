@@ -11,7 +11,7 @@ from jax import lax
 from gradcomp._src.codecs import protocol as codecs
 from gradcomp._src.codecs.sums import records, tiles
 from gradcomp._src.core import codec_memory, state, step
-from gradcomp._src.core.compression import Compression, paths_of
+from gradcomp._src.core.compression import Compression
 from gradcomp._src.core.feedback import ErrorFeedback, NoFeedback
 from gradcomp._src.exchange import collectives, protocol
 from gradcomp._src.exchange import plan as plans
@@ -77,7 +77,7 @@ def mean_exchange(options: Compression, layer: Any, *, is_sum: bool) -> Exchange
   dtypes = [x.dtype for x in leaves]
   others = [types.other_axes(x, names) for x in leaves]
   across = place.Place(names, size, is_sum, others, dtypes)
-  plan = options.plan(leaves, paths_of(layer), across)
+  plan = options.plan(layer, across)
   later = "or exchange the gradients of all layers after the loop, by gradcomp.compress"
   if codec_memory.first_stored(plan, jnp.zeros(2, jnp.uint32)) is not None:
     raise ValueError(

@@ -322,10 +322,10 @@ class Setting(NamedTuple):
     options: dict[str, Any] = {"codec": codec, "exchange": row.exchange}
     options["feedback"] = "error" if row.candidate.feedback else None
     parts: Any = compression.Compression(**options, axis_name=axis_name)
-    like = [inputs.pairs(x) for x in jax.tree.leaves(self.model)]
-    across = place.Place(axis_name, number, others=[()] * len(like))
+    like = jax.tree.map(inputs.pairs, self.model)
+    across = place.Place(axis_name, number, others=[()] * len(jax.tree.leaves(like)))
     with platforms.planned_for(self.platform):
-      planned = parts.plan(like, compression.paths_of(self.model), across)
+      planned = parts.plan(like, across)
       found = sent_by(planned, self.limits.sizes)
     cost = costs.seconds(found, self.cluster, row.speed)
     passes = self.options.forward or 0.0, self.options.backward or 0.0

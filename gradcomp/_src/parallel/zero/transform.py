@@ -1,6 +1,5 @@
 """``zero``: each worker runs the optimizer on an Nth of the parameters (ZeRO)."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -131,10 +130,8 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
   parts, of_updates = compression.Compression(grads, *options), params
   inner = closures.optimizer_with_note(inner)
 
-  def shared(
-    leaves: Sequence[jax.Array], tree: Any, across: place.Place
-  ) -> leaf_rows.LeafRows:
-    plan = parts.plan(leaves, compression.paths_of(tree), across)
+  def shared(like: Any, across: place.Place) -> leaf_rows.LeafRows:
+    plan = parts.plan(like, across)
     return leaf_rows.share_rows(plan, of_updates, parts.min_leaf_size)
 
   def init_fn(tree: Any) -> ZeroState:
@@ -146,11 +143,11 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
 
     def first(tree: Any) -> tuple[Any, Any]:
       """Returns a worker's first unsent rows, zeros, and the first inner state."""
-      reals = jax.tree.leaves(jax.tree.map(inputs.pairs, tree))
-      leaves = [jnp.asarray(x).astype(jnp.float32) for x in reals]
+      wide = lambda x: jnp.asarray(inputs.pairs(x)).astype(jnp.float32)
+      reals = jax.tree.map(wide, tree)
       across = place.Place(axes, mesh_axes.bound_size(axes) or 1, others=others)
-      rows = shared(leaves, tree, across)
-      master = rows.owned(leaves)
+      rows = shared(reals, across)
+      master = rows.owned(jax.tree.leaves(reals))
       zeros = [elementwise.alike(jnp.float32(0), x)[0] for x in master]
       seen = inners.Inner(inner, tree, rows.axes)
       return rows.as_state(tree, zeros), seen.first(master)
@@ -177,7 +174,7 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
     study.note(("params", of_updates))
     wide = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
     leaves = jax.tree.leaves(jax.tree.map(inputs.pairs, params))
-    rows = shared(jax.tree.leaves(wide), updates, across)
+    rows = shared(wide, across)
     seen = inners.Inner(inner, params, rows.axes, extra_args)
     waits = rows.of_state(state.unsent, params)
 
