@@ -18,7 +18,6 @@ from gradcomp._src.codecs.sums.sum import SumFacts
 from gradcomp._src.core import compression, feedback, transform
 from gradcomp._src.core.border import any_tree
 from gradcomp._src.exchange import auto, plan, protocol
-from gradcomp._src.exchange.step import Reduced
 from gradcomp._src.mesh import axes, shard_maps
 from gradcomp._src.optimizers.moments import require_agreement, with_decay
 from gradcomp._src.transforms import factors
@@ -146,8 +145,8 @@ class _Momentum(feedback.NoFeedback):
   keeps: ClassVar[bool] = True
 
   def received(
-    self, updates: Any, momentum: Any, estimate: Any, reduced: Sequence[Reduced]
-  ) -> list[Reduced]:
+    self, updates: Any, estimate: Any, reduced: feedback.Means
+  ) -> feedback.Means:
     return [x._replace(mean=_step(x.mean, *x.memory.shared)) for x in reduced]
 
 

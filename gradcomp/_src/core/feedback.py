@@ -16,6 +16,7 @@ from gradcomp._src.exchange.step import Reduced
 from gradcomp._src.kernels.common.fixed_point import scaled
 
 FeedbackName = Literal["auto", "error", "momentum", "ef21"]
+Means = list[Reduced]  # of the leaves, with what is unsent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +43,7 @@ class Feedback:
     """Returns a leaf's momentum after a step, before sent elements are cleared."""
     return momentum
 
-  def received(
-    self, updates: Any, momentum: Any, estimate: Any, reduced: list[Reduced]
-  ) -> list[Reduced]:
+  def received(self, updates: Any, estimate: Any, reduced: Means) -> Means:
     """Returns the result of a step, given the result of its exchange."""
     return reduced
 
@@ -153,12 +152,10 @@ class EF21(Feedback):
   keeps: ClassVar[bool] = True
   estimates: ClassVar[bool] = True
 
-  def received(
-    self, updates: Any, momentum: Any, estimate: Any, reduced: list[Reduced]
-  ) -> list[Reduced]:
+  def received(self, updates: Any, estimate: Any, reduced: Means) -> Means:
     """Adds the estimate to the means, and takes the gradients from the unsent parts."""
-    sent = jax.tree.leaves(self.sent(updates, momentum))
-    given: Any = list(zip(reduced, sent, jax.tree.leaves(estimate), strict=True))
+    trees = jax.tree.leaves(updates), jax.tree.leaves(estimate)
+    given: Any = list(zip(reduced, *trees, strict=True))
     with jax.named_scope("gradcomp_estimate"):
       means = [x.mean + h.reshape(x.mean.shape) for x, _, h in given]
       # What is left of g - h, less g, is the new -h of the worker.

@@ -43,9 +43,9 @@ def take_step(
   corrected = correct(options, updates, state)
   found, owned, _ = options.averaging.run(step, corrected)
   reduced = [found[i] for i in range(len(corrected))]
-  changed = options.feedback.received(updates, state.velocity, state.estimate, reduced)
+  changed = options.feedback.received(updates, state.estimate, reduced)
   finished, rest = finish(changed)
-  kept = keep(options, step.plan, updates, corrected, state, finished)
+  kept = keep(options, step.plan, updates, state, finished)
   # Owners' residuals that only an earlier transformation kept stay: see switch.
   kept = kept if owned is None else kept._replace(server_residual=owned)
   new = jax.tree.unflatten(jax.tree.structure(updates), [x.mean for x in finished])
@@ -88,7 +88,6 @@ def keep(
   options: Compression,
   plan: MessagePlan,
   updates: Any,
-  corrected: Sequence[jax.Array],
   state: CompressState,
   finished: Sequence[Any],  # of Reduced
 ) -> CompressState:
@@ -105,7 +104,7 @@ def keep(
       exact = residuals.kind(old[i]) == "float32"
       key = None if exact else residual_key(state, plan, i)
       if not feedback.keeps:  # an earlier one left it, see switch, and it was sent once
-        x = x._replace(unsent=jnp.zeros_like(corrected[i]), own=None)
+        x = x._replace(unsent=jnp.zeros_like(given[i], jnp.float32), own=None)
       x = x._replace(share=None, memory=None, sent=None)  # so a shape is traced once
       before = old[i], moved[i]
       written.append(remainder(feedback, before, given[i], x, state.count, key))

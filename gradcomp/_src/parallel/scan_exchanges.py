@@ -136,7 +136,7 @@ def mean_exchange(options: Compression, layer: Any, *, is_sum: bool) -> Exchange
     if old is None:
       return means, None
     before = state.CompressState(count, count, *old)
-    after = step.keep(options, plan, means, means, before, reduced)
+    after = step.keep(options, plan, means, before, reduced)
     owned = [received.residuals for _, received in messages]
     return means, state.Kept(after.residual, plans.as_stored(plan, owned))
 
