@@ -31,8 +31,8 @@ def kernels(name: str) -> set[str]:
   case = CASES[name]
   with mock.patch.object(dispatch, "run", wraps=dispatch.run) as run:
     jax.eval_shape(case.function(None), *case.structs(case.sizes()[-1]))
-  operations = [call.args[0] for call in run.call_args_list]
-  return {x.name for x in operations if not isinstance(x.cuda, str)}
+  operations = [call.args[:3] for call in run.call_args_list]
+  return {name for name, _, of in operations if not isinstance(of["cuda"], str)}
 
 
 def lines(checked: Any, timed: Any) -> dict[str, Any]:

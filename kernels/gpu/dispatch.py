@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 from jax import Array
@@ -18,16 +18,9 @@ RULE = checks.choice(Implementation, none=True)
 
 _Function = Callable[..., Any]
 _Named = tuple[tuple[str, _Function], ...]  # kernels, by their platforms
-
-
-class Operation(NamedTuple):
-  """The functions of an operation; a kernel may be a sentence, why there is none."""
-
-  name: str  # in the table of kernels
-  xla: _Function
-  cuda: _Function | str
-  tpu: _Function | str = "there is no such kernel for this operation"
-  strict: bool = True  # whether a kernel that is named but not there is an error
+# Kernels by platform; a sentence says why there is none, and is an error for a name.
+_Kernels = Mapping[str, _Function | str]
+NO_KERNEL = "there is no such kernel for this operation"
 
 
 def encoder(reference: Any, pallas: Any, tpu: Any = None) -> _Function:
@@ -43,56 +36,58 @@ def encoder(reference: Any, pallas: Any, tpu: Any = None) -> _Function:
     name = getattr(form, "name", reference.__name__.split(".")[-2])
     if operands and (scale := operands[0]) is not None:  # the time depends on them
       name += ", scales" if scale.ndim > 1 and scale.shape[1] > 1 else ", one scale"
-    cuda = refusal(x.size, form) or pallas.encode_rows
-    operation = Operation(name, reference.encode_rows, cuda)
+    kernels = {"cuda": refusal(x.size, form) or pallas.encode_rows, "tpu": NO_KERNEL}
     if tpu is not None:
-      operation = operation._replace(tpu=lines.refusal(x.size, form) or tpu.encode_rows)
-    return run(operation, x, *operands, form=form, implementation=implementation)
+      kernels["tpu"] = lines.refusal(x.size, form) or tpu.encode_rows
+    given = reference.encode_rows, kernels, x, *operands
+    return run(name, *given, form=form, implementation=implementation)
 
   return encode_rows
 
 
 def run(
-  operation: Operation,
+  name: str,
+  reference: _Function,
+  kernels: _Kernels,
   *operands: Any,
   implementation: Implementation | None = None,
   **options: Any,
 ) -> Any:
   """Calls one implementation with the operands, and returns its result."""
-  # None takes a kernel where the table of a program's devices has it. `"pallas"` takes
-  # it on any device that can run it, and `"pallas_interpret"` is for tests on any
+  # None takes a kernel where the table of a program's devices has its name. `"pallas"`
+  # takes it on any device that can run it, and `"pallas_interpret"` is for tests on any
   # backend. Options are static, and hashable.
-  xla, platform = _jitted(operation.xla, **options), "cuda"
+  xla, platform = _jitted(reference, **options), "cuda"
+  able = {
+    place: functools.partial(kernel, **options)
+    for place, kernel in kernels.items()
+    if not isinstance(kernel, str)
+  }
   if implementation not in (None, "xla"):
     platform = "tpu" if jax.default_backend() == "tpu" else platform
-    if isinstance(no := getattr(operation, platform), str):
-      if operation.strict:
-        raise ValueError(
-          f'`implementation` must be None or "xla" here, got {implementation!r}: {no}.'
-        )
+    if isinstance(no := kernels.get(platform), str):
+      raise ValueError(
+        f'`implementation` must be None or "xla" here, got {implementation!r}: {no}.'
+      )
+    if no is None:
       implementation = None
 
   def by_table(platform: str) -> _Function:
     """Returns a function that takes a kernel or XLA's code, as a program is lowered."""
     # It may be traced before JAX has looked for devices.
-    kernel = functools.partial(getattr(operation, platform), **options)
+    kernel = able[platform]
     size = max(x.size for x in jax.tree.leaves(operands))
-    serves = lambda: table.serves(platform, operation.name, size)
+    serves = lambda: table.serves(platform, name, size)
     if self_check.is_on(platform) and serves():
-      self_check.require(kernel, operation.xla, operands, platform)
+      self_check.require(kernel, reference, operands, platform)
     return lambda *given: (kernel if serves() else xla)(*given)
 
-  if implementation is None:
-    kernels = {
-      name: by_table(platform)
-      for platform, name in (("cuda", "cuda"), ("tpu", _MOSAIC))
-      if not isinstance(getattr(operation, platform), str)
-    }
-    if kernels:
-      return by_platform(operands, kernels, xla.trace(*operands))
+  if implementation is None and able:
+    found = {_MOSAIC if x == "tpu" else x: by_table(x) for x in able}
+    return by_platform(operands, found, xla.trace(*operands))
   if implementation in (None, "xla"):
     return xla(*operands)
-  kernel = functools.partial(getattr(operation, platform), **options)
+  kernel = able[platform]
   if implementation == "pallas_interpret":
     return kernel(*operands, interpret=True)
   if missing := _missing():
@@ -101,7 +96,7 @@ def run(
       f'needs {missing}; use None, which takes the fastest, or "xla".'
     )
   if self_check.is_on(platform):
-    self_check.require(kernel, operation.xla, operands, platform)
+    self_check.require(kernel, reference, operands, platform)
   return kernel(*operands)
 
 
@@ -163,8 +158,7 @@ def with_kernel(function: _Function, kernel: _Function) -> _Function:
   """Returns a function of arrays that TPUs compute by a kernel of the table."""
   # Encoders may have a kernel by a name where this function has none.
   name = f"{function.__module__.partition('kernels.')[2]}.{function.__name__}"
-  operation = Operation(name, function, "there is none for GPUs", kernel, strict=False)
-  return functools.partial(run, operation)
+  return functools.partial(run, name, function, {"tpu": kernel})
 
 
 @_CALL.def_abstract_eval

@@ -71,8 +71,9 @@ def mark(
   """Runs :func:`reference.mark` or a kernel, as :func:`dispatch.run` chooses."""
   refusal = functools.partial(tiles.refusal_of_tiles, tile=reference.TILE)
   no = refusal(x.size) or refusal(x.matrices[0].size)
-  operation = dispatch.Operation("mark", reference.mark, no or pallas.mark)
-  return dispatch.run(operation, x, threshold, sign, implementation=implementation)
+  kernels = {"cuda": no or pallas.mark, "tpu": dispatch.NO_KERNEL}
+  given = "mark", reference.mark, kernels, x, threshold, sign
+  return dispatch.run(*given, implementation=implementation)
 
 
 class _Search(NamedTuple):
