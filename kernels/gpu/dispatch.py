@@ -23,8 +23,8 @@ _Kernels = Mapping[str, _Function | str]
 NO_KERNEL = "there is no such kernel for this operation"
 
 
-def encoder(reference: Any, pallas: Any, tpu: Any = None) -> _Function:
-  """Returns an encoder that chooses one of the modules' ``encode_rows``."""
+def encoder(reference: Any, pallas: Any) -> _Function:
+  """Returns an encoder that chooses a function of these modules of an operation."""
   refusal = getattr(pallas, "refusal", tiles.refusal)
 
   def encode_rows(
@@ -37,8 +37,8 @@ def encoder(reference: Any, pallas: Any, tpu: Any = None) -> _Function:
     if operands and (scale := operands[0]) is not None:  # the time depends on them
       name += ", scales" if scale.ndim > 1 and scale.shape[1] > 1 else ", one scale"
     kernels = {"cuda": refusal(x.size, form) or pallas.encode_rows, "tpu": NO_KERNEL}
-    if tpu is not None:
-      kernels["tpu"] = lines.refusal(x.size, form) or tpu.encode_rows
+    if hasattr(pallas, "encode_on_tpu"):
+      kernels["tpu"] = lines.refusal(x.size, form) or pallas.encode_on_tpu
     given = reference.encode_rows, kernels, x, *operands
     return run(name, *given, form=form, implementation=implementation)
 

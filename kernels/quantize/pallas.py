@@ -1,15 +1,17 @@
-"""Rounds to codes by a Pallas kernel: scale, round, pack and residual in one pass."""
+"""Rounds to codes on GPUs, and decodes these on TPUs, by Pallas kernels in one pass."""
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import Array
+import numpy as np
+from jax import Array, lax
 
 from gradcomp._src.kernels.common import dithers, fixed_point, planes, scales
 from gradcomp._src.kernels.gpu import tiles
 from gradcomp._src.kernels.gpu.tiles import Block, Encoded, Index, Launch, Operand
 from gradcomp._src.kernels.quantize import reference
+from gradcomp._src.kernels.tpu import lines
+from gradcomp._src.kernels.tpu.lines import LANES, ROWS
 
 
 @tiles.completed(reference.encode_rows)
@@ -60,9 +62,54 @@ def encode_rows(
       block.put(planes.float_words(block.read(scale_ref, 0)), form.bucket_size)
     words = block.placed(jnp.zeros(block.shape, jnp.uint32))
     trips = jnp.int32(form.planes // step)
-    block.put(jax.lax.fori_loop(jnp.int32(0), trips, code_planes, words))
+    block.put(lax.fori_loop(jnp.int32(0), trips, code_planes, words))
 
   limits = None if limit is None else limit.reshape(1)
   row_words = form.bucket_size + form.inline * columns
   launch = Launch(f"{form.name}_encode", row_words, interpret, form.keep)
   return tiles.encode(body, x, (dither, scale, factor, limits), form, launch)
+
+
+# XLA for TPUs takes a pass to cut the words out of the rows, and writes few planes in
+# parts of registers. A table of 128 numbers is a row of a register, out of which one
+# operation picks a number for each lane; XLA's gather reads indices from memory, one by
+# one.
+@lines.decoder(reference.decode_rows)
+def decode_on_tpu(
+  rows: Array, *, form: reference.ScaledForm, interpret: Any = False
+) -> Array:
+  """Decodes as :func:`reference.decode_rows` does, to the same bits."""
+  count, words = rows.shape
+  bits, size, planes = form.bits, form.bucket_size, form.planes
+  fine = planes * size <= lines.LARGEST_UNROLLED and not size % LANES
+  # Pairs of planes XLA joins as well.
+  if not (form.inline and fine and count >= ROWS and planes > 2):
+    return reference.decode_rows(rows, form)
+  columns = words - size - form.shared  # a scale a row, or a bucket
+  block = lines.rows_of_block(count, planes * size)
+
+  def kernel(row_ref: Any, *refs: Any) -> None:
+    *tables, out_ref = refs
+    levels = [jnp.broadcast_to(ref[...], (ROWS, LANES)) for ref in tables]
+
+    def of_rows(row: Any) -> None:
+      numbers = lax.bitcast_convert_type(row_ref[row, size:], np.float32)
+      number = [numbers[:, i : i + 1] for i in range(columns + form.shared)]
+      for start in range(0, size, LANES):
+        lanes = slice(start, start + LANES)
+        word = lax.bitcast_convert_type(row_ref[row, lanes], np.int32)
+        for k in range(planes):
+          code = lax.shift_right_logical(word, np.int32(k * bits)) & (2**bits - 1)
+          given = [number[k % columns], *number[columns:]]
+          for level in levels:
+            given.append(jnp.take_along_axis(level, code & (LANES - 1), axis=1))
+          out_ref[row, k, lanes] = form.value(code.astype(jnp.uint32), *given)
+
+    lines.by_registers(block, of_rows)
+
+  inputs = [(rows, block)]
+  if form.table:
+    inputs.append((jnp.array(form.table, jnp.float32)[None], 0))
+  out = [((count, planes, size), block, np.float32)]
+  (found,) = lines.run(kernel, inputs, out, "decode", interpret)
+  return found

@@ -15,7 +15,7 @@ from gradcomp._src.codecs.sums.records import Payload
 from gradcomp._src.kernels import block_float, block_top, one_bit
 from gradcomp._src.kernels.common import rotation, scales
 from gradcomp._src.kernels.gpu import self_check, table
-from gradcomp._src.kernels.quantize import reference, tpu
+from gradcomp._src.kernels.quantize import pallas, reference
 from gradcomp._src.kernels.selection import search
 from gradcomp._src.kernels.tpu import lines
 from gradcomp.codecs import QSGD, BlockTop, EightBit, Leaf, OneBit, Ternary
@@ -57,11 +57,17 @@ def interpreted(form):
 def of_rows(module, form, tile, rest):
   """The encoder and the decoder of a module, for nine tiles and a part of one."""
   x = values(tile, 9 * tile + rest)
-  encode, reference = interpreted(module.tpu.encode_rows), module.reference.encode_rows
+  encode, reference = (
+    interpreted(module.pallas.encode_on_tpu),
+    module.reference.encode_rows,
+  )
   yield pair(encode, reference, {"form": form}, x)
   rows = jax.jit(functools.partial(reference, form=form))(x)[0]
   several = jnp.stack([rows[0], rows[0][::-1]])
-  decode, reference = interpreted(module.tpu.decode_rows), module.reference.decode_rows
+  decode, reference = (
+    interpreted(module.pallas.decode_on_tpu),
+    module.reference.decode_rows,
+  )
   yield pair(decode, reference, {"form": form}, several)
 
 
@@ -87,7 +93,7 @@ def block_float_rows(element, scale, size, rest):
   shared = shared if scale == "e4m3" else None
   dither = np.uint32([3, 5, 0xFFFFFFFF]) if form.up else None
   module, given = block_float, {"form": form}
-  encode, plain = interpreted(module.tpu.encode_rows), module.reference.encode_rows
+  encode, plain = interpreted(module.pallas.encode_on_tpu), module.reference.encode_rows
   first = lambda f: lambda *operands, form: f(*operands, form=form)[0]
   yield pair(first(encode), first(plain), given, x, shared, dither)
   rows = np.random.default_rng(rest).integers(0, 1 << 32, (2, 9, form.row_words))
@@ -97,7 +103,7 @@ def block_float_rows(element, scale, size, rest):
   # Which NaN a product of two is, compilers choose.
   one_nan = lambda y: jnp.where(y == y, y, jnp.nan)
   numbers = lambda f: lambda rows, form: one_nan(f(rows, form=form))
-  decode, plain = interpreted(module.tpu.decode_rows), module.reference.decode_rows
+  decode, plain = interpreted(module.pallas.decode_on_tpu), module.reference.decode_rows
   yield pair(numbers(decode), numbers(plain), given, rows.astype(np.uint32))
 
 
@@ -127,7 +133,7 @@ def payloads(codec, rows):
 def levels(codec, rows):
   """Words of 32 codes to three, and of a table; and what no kernel takes."""
   given = payloads(codec, rows)
-  form, plain = interpreted(tpu.decode_rows), reference.decode_rows
+  form, plain = interpreted(pallas.decode_on_tpu), reference.decode_rows
   yield pair(form, plain, {"form": codec.form}, given)
 
 
