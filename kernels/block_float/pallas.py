@@ -23,12 +23,7 @@ def refusal(size: int, form: reference.Form) -> str:
 
 @tiles.completed(reference.encode_rows)
 def encode_rows(
-  x: Array,
-  shared: Operand,
-  dither: Operand,
-  *,
-  form: reference.Form,
-  interpret: Any = False,
+  x: Array, *operands: Operand, form: reference.Form, interpret: Any = False
 ) -> Encoded:
   """Encodes as :func:`reference.encode_rows` does, to the same bits."""
   each = form.bucket_size // form.block_size  # blocks of a plane
@@ -43,7 +38,7 @@ def encode_rows(
       largest = planes.floats(largest_bits(plane).astype(jnp.uint32))
       scale = form.scale_codes(largest, spread, fixed_point.exact_quotient)
       factor = form.factors(scale, spread, fixed_point.exact_quotient)
-      codes.append(form.cast(plane, next(lanes), block.spread(factor, plane.shape)))
+      codes.append(form.code(plane, next(lanes), block.spread(factor, plane.shape)))
       scales.append(scale)
     block.put(planes.pack_planes(codes, form.fmt.bits))
     # The blocks of a word's bytes lie a quarter of a row apart.
@@ -58,7 +53,7 @@ def encode_rows(
   launch = tiles.Launch(
     "block_float_encode", form.row_words, interpret, views=[(each, form.block_size)]
   )
-  return tiles.encode(body, x, (shared, dither), form, launch)
+  return tiles.encode(body, x, operands, form, launch)
 
 
 # A kernel for TPUs transposes its rows, so that a block lies in the rows of registers,
@@ -66,16 +61,12 @@ def encode_rows(
 # lanes.
 @lines.completed(reference.encode_rows)
 def encode_on_tpu(
-  x: Array,
-  shared: Operand,
-  dither: Operand,
-  *,
-  form: reference.Form,
-  interpret: Any = False,
+  x: Array, *operands: Operand, form: reference.Form, interpret: Any = False
 ) -> Encoded:
   """Encodes as :func:`reference.encode_rows` does, to the same bits."""
   from jax.experimental import pallas as pl
 
+  shared, dither = operands
   tile = form.planes * form.bucket_size
   count = x.size // tile
   block = min(count, LANES)
@@ -116,7 +107,7 @@ def _columns(inputs: Any, lanes: Any, shared: Operand, form: reference.Form) -> 
       scale = form.scale_codes(largest, shared, fixed_point.exact_divide)
       factor = form.factors(scale, shared, fixed_point.exact_divide)
       own = None if drawn is None else drawn[at : at + size]
-      codes.append(form.cast(part, own, jnp.broadcast_to(factor, part.shape)))
+      codes.append(form.code(part, own, jnp.broadcast_to(factor, part.shape)))
       quarter, word = divmod((k * LANES + at) // size, scale_words)
       scales[word] |= scale << np.uint32(8 * quarter)
     words |= jnp.concatenate(codes) << np.uint32(k * form.fmt.bits)
@@ -146,7 +137,7 @@ def decode_on_tpu(
       code = lax.shift_right_logical(word, np.int32(plane * bits)) & (2**bits - 1)
       quarter, own = divmod(block, scale_words)
       byte = (numbers[own : own + 1] >> np.uint32(8 * quarter)) & np.uint32(255)
-      parts.append(form.number(code.astype(jnp.uint32), byte, shared))
+      parts.append(form.value(code.astype(jnp.uint32), byte, shared))
     return parts
 
   given = lax.bitcast_convert_type(rows, jnp.int32)

@@ -115,10 +115,6 @@ class Form:
 
   @functools.partial(jax.jit, static_argnums=0, inline=True)
   def code(self, x: Array, lane: fixed_point.Lane, factor: Array) -> Array:
-    """Returns the codes of one plane, with these factors of its blocks."""
-    return self.cast(x, lane, self._spread(factor))
-
-  def cast(self, x: Array, lane: fixed_point.Lane, factor: Array) -> Array:
     """Returns the codes of elements, each with its own factor."""
     rounding = "nearest_even" if lane is None else dithers.signed_lane(lane, x) << 16
     options: Any = {"fmt": self.fmt, "rounding": rounding, "saturate": True}
@@ -128,10 +124,6 @@ class Form:
 
   @functools.partial(jax.jit, static_argnums=0, inline=True)
   def value(self, codes: Array, scale: Array, shared: Array | None) -> Array:
-    """Returns the values of codes under bytes, with one last axis of elements."""
-    return self.number(codes, self._spread(scale), shared)
-
-  def number(self, codes: Array, scale: Array, shared: Array | None) -> Array:
     """Returns the values of codes, each under its own byte."""
     value = float_codes.from_codes(codes, self.fmt)
     if shared is None:
@@ -143,7 +135,8 @@ class Form:
     length = jnp.minimum(jnp.abs(value) * step, _LARGEST)
     return fixed_point.signed(length, fixed_point.sign_bit(value))
 
-  def _spread(self, x: Array) -> Array:
+  @functools.partial(jax.jit, static_argnums=0, inline=True)
+  def spread(self, x: Array) -> Array:
     """Repeats the value of each block of a plane for all of its elements."""
     # For `jnp.repeat`, XLA:CPU divides to find the block of each element, and takes six
     # times as long.
@@ -178,7 +171,8 @@ def encode_rows(
     own = None if shared is None else tiles.rows_of(shared)
     scales = form.scale_codes(tiles.rows_of(largest), own)
     factors = jnp.split(form.factors(scales, own), form.planes, axis=1)
-    codes = map(form.code, tiles.planes, tiles.lanes(dither, first_row), factors)
+    lanes = tiles.lanes(dither, first_row)
+    codes = map(form.code, tiles.planes, lanes, map(form.spread, factors))
     parts = [
       planes.pack_planes(codes, form.fmt.bits),
       planes.pack_planes(jnp.split(scales, 4, axis=1), 8),
@@ -200,4 +194,5 @@ def unpack(rows: Array, form: Form) -> tuple[Array, Array, Array | None]:
 def decode_rows(rows: Array, form: Form) -> Array:
   """Decodes ``uint32[..., rows, words]`` to values, ``float32[..., rows, P, B]``."""
   codes, scales, shared = unpack(rows, form)
-  return form.value(codes, scales, None if shared is None else shared[..., None])
+  each = None if shared is None else shared[..., None]
+  return form.value(codes, form.spread(scales), each)

@@ -11,12 +11,7 @@ from gradcomp._src.kernels.gpu import tiles
 
 @tiles.completed(reference.encode_rows)
 def encode_rows(
-  x: Array,
-  exponent: tiles.Operand,
-  dither: tiles.Operand,
-  *,
-  form: reference.Form,
-  interpret: Any = False,
+  x: Array, *operands: tiles.Operand, form: reference.Form, interpret: Any = False
 ) -> tiles.Encoded:
   """Encodes as :func:`reference.encode_rows` does, to the same bits."""
 
@@ -26,6 +21,7 @@ def encode_rows(
     codes = (form.code(block.plane(k), next(lanes), moved) for k in range(form.planes))
     block.put(planes.pack_planes(codes, reference.width(form.fmt)))
 
+  exponent, dither = operands
   given = None if exponent is None else exponent.reshape(1), dither
   launch = tiles.Launch("float_cast", form.bucket_size, interpret)
   return tiles.encode(body, x, given, form, launch)

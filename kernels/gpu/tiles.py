@@ -232,7 +232,7 @@ def encode(
   vector = math.gcd(_VECTOR, views[0][-1])
   if launch.planar:  # rows of words may begin at odd places
     vector = math.gcd(vector, launch.row_words)
-  given = [operand for operand in operands if operand is not None]
+  given, structure = jax.tree.flatten(operands)
   flat = x.reshape(-1)
   # No interpreter views a reference in another shape, so that it is cut before.
   inside = not launch.interpret
@@ -244,12 +244,12 @@ def encode(
   def kernel(number: Array, *refs: Any) -> None:
     viewed = lambda ref: [ref.at[:count].reshape(view) for view in views]
     own, refs = list(refs[: len(inputs)]), refs[len(inputs) :]
-    others, (rows_ref, *residual) = iter(refs[: len(given)]), refs[len(given) :]
+    others, (rows_ref, *residual) = refs[: len(given)], refs[len(given) :]
     if inside:
       own, residual = viewed(own[0]), [viewed(ref)[0] for ref in residual]
     found = own, rows_ref, residual[0] if residual else None
     block = Block(found, number, rows, vector, launch.interpret)
-    body(block, *(None if operand is None else next(others) for operand in operands))
+    body(block, *jax.tree.unflatten(structure, others))
 
   grid = whole // rows
   words, *rest = run(kernel, grid, inputs + given, out, launch.name, launch.interpret)
