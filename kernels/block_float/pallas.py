@@ -51,7 +51,7 @@ def encode_rows(
 
   # Read as blocks, a plane has a maximum over a block within two threads.
   launch = tiles.Launch(
-    "block_float_encode", form.row_words, interpret, views=[(each, form.block_size)]
+    "block_float_encode", [form.row_words], interpret, views=[(each, form.block_size)]
   )
   return tiles.encode(body, x, operands, form, launch)
 

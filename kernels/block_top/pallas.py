@@ -45,7 +45,7 @@ def encode_rows(x: Array, *, form: reference.Form, interpret: Any = False) -> En
 
   view = reference.WORDS, form.block_size
   launch = tiles.Launch(
-    "block_top_encode", form.row_words, interpret, form.keep, [view], planar=False
+    "block_top_encode", [form.row_words], interpret, form.keep, [view], planar=False
   )
   return tiles.encode(body, x, (), form, launch)
 
@@ -123,9 +123,9 @@ def _select(x: Array, form: reference.Form, interpret: Any) -> list[reference.En
       for numbers in zip(*(_largest(block, form) for block in blocks), strict=True)
     )
 
-  words = (form.blocks,) * (form.count * each)
-  launch = lines.Launch("block_top_select", form.tile_size, width, words, interpret)
-  found = lines.encode(body, x, launch)
+  words = [form.blocks] * (form.count * each)
+  launch = tiles.Launch("block_top_select", words, interpret)
+  found = lines.encode(body, x, launch, form.tile_size, width)
   entries = []
   for at in range(0, len(found), each):
     key, *bits = found[at : at + each]

@@ -11,6 +11,7 @@ from jax import Array
 
 from gradcomp._src.kernels.common.fixed_point import held
 from gradcomp._src.kernels.common.planes import floats, tile_segments
+from gradcomp._src.kernels.gpu import tiles
 from gradcomp._src.kernels.gpu.dispatch import Implementation, on_tpu, with_kernel
 from gradcomp._src.kernels.tpu import lines
 
@@ -216,9 +217,8 @@ def sums_by_kernel(
     d = (x.T - first) * down
     return tuple(map(_sums_of_columns, (d, _square(d))))
 
-  words = (_LANES,) * 2
-  launch = lines.Launch("sums_of_groups", _GROUP, _LINE, words, interpret)
-  found = lines.encode(body, x, launch, (first, down))
+  launch = tiles.Launch("sums_of_groups", [_LANES] * 2, interpret)
+  found = lines.encode(body, x, launch, _GROUP, _LINE, (first, down))
   return [floats(part).reshape(-1) for part in found]
 
 

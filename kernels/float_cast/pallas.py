@@ -23,5 +23,5 @@ def encode_rows(
 
   exponent, dither = operands
   given = None if exponent is None else exponent.reshape(1), dither
-  launch = tiles.Launch("float_cast", form.bucket_size, interpret)
+  launch = tiles.Launch("float_cast", [form.bucket_size], interpret)
   return tiles.encode(body, x, given, form, launch)

@@ -46,10 +46,10 @@ class Form(Protocol):
 
 
 class Launch(NamedTuple):
-  """The launch of a kernel."""
+  """The launch of an encoder; kernels for TPUs have no views."""
 
   name: str
-  row_words: int
+  words: Sequence[int]  # of a row, in each output; on GPUs there is one
   interpret: Any  # True on any backend; plgpu.InterpretGPUParams from JAX 0.11
   keep: bool = False  # whether it writes the residual
   # The shapes in which the body reads a bucket; it writes residuals in the first one.
@@ -231,14 +231,14 @@ def encode(
   views = [(whole, planes, *view) for view in launch.views or [(bucket_size,)]]
   vector = math.gcd(_VECTOR, views[0][-1])
   if launch.planar:  # rows of words may begin at odd places
-    vector = math.gcd(vector, launch.row_words)
+    vector = math.gcd(vector, *launch.words)
   given, structure = jax.tree.flatten(operands)
   flat = x.reshape(-1)
   # No interpreter views a reference in another shape, so that it is cut before.
   inside = not launch.interpret
   inputs = [flat] if inside else [flat[:count].reshape(view) for view in views]
   lines = -(-x.size // (planes * bucket_size))
-  out = [typed(x, (lines, launch.row_words), jnp.uint32)]
+  out = [typed(x, (lines, words), jnp.uint32) for words in launch.words]
   out += launch.keep * [typed(x, (x.size,) if inside else views[0], x.dtype)]
 
   def kernel(number: Array, *refs: Any) -> None:

@@ -52,7 +52,7 @@ def encode_rows(x: Array, *, form: Form, interpret: Any = False) -> tiles.Encode
     block.put(lax.fori_loop(jnp.int32(0), jnp.int32(WORD), add_plane, none))
 
   launch = tiles.Launch(
-    "one_bit_encode", form.row_words, interpret, form.keep, [(size,), view]
+    "one_bit_encode", [form.row_words], interpret, form.keep, [(size,), view]
   )
   return tiles.encode(body, x, (), form, launch)
 
@@ -86,10 +86,8 @@ def encode_on_tpu(x: Array, *, form: Form, interpret: Any = False) -> tiles.Enco
       found.append((columns - jnp.concatenate(sent)).T)
     return tuple(found)
 
-  launch = lines.Launch(
-    "one_bit_encode", WORD * size, width, (form.row_words,), interpret, form.keep
-  )
-  rows, *rest = lines.encode(body, x, launch)
+  launch = tiles.Launch("one_bit_encode", [form.row_words], interpret, form.keep)
+  rows, *rest = lines.encode(body, x, launch, WORD * size, width)
   return rows, rest[0] if rest else None
 
 

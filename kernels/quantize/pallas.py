@@ -65,8 +65,8 @@ def encode_rows(
     block.put(lax.fori_loop(jnp.int32(0), trips, code_planes, words))
 
   limits = None if limit is None else limit.reshape(1)
-  row_words = form.bucket_size + form.inline * columns
-  launch = Launch(f"{form.name}_encode", row_words, interpret, form.keep)
+  words = [form.bucket_size + form.inline * columns]
+  launch = Launch(f"{form.name}_encode", words, interpret, form.keep)
   return tiles.encode(body, x, (dither, scale, factor, limits), form, launch)
 
 

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,17 +20,6 @@ _ELEMENTS = 1 << 18  # of a block: 256 registers, and a MiB
 _DECODED = 1 << 19  # elements of a block that is decoded, at least of 8 rows
 _LARGEST_TILE = 1 << 17  # elements: so that a block of 8 tiles is at most 4 MiB
 LARGEST_UNROLLED = 1 << 15  # elements of a tile that a program writes out
-
-
-class Launch(NamedTuple):
-  """The launch of an encoder."""
-
-  name: str
-  tile: int  # elements of a tile, which are whole lines
-  width: int  # elements of a line
-  words: tuple[int, ...]  # of a tile, in each output
-  interpret: Any  # True for any backend, slowly
-  keep: bool = False  # whether the last output is the residual, line by line
 
 
 def width(bucket_size: int) -> int:
@@ -98,17 +87,19 @@ completed = functools.partial(tiles.completed, in_blocks=False)
 def encode(
   body: Callable[..., tuple[Array, ...]],
   x: Array,
-  launch: Launch,
+  launch: tiles.Launch,
+  tile: int,
+  width: int,
   scalars: Sequence[Array] = (),
 ) -> list[Array]:
   """Encodes whole tiles of an array by ``body``, of a block of lines and of scalars."""
   # It returns an array for each output: `int32[tiles, words]`, or the residual, like
   # the block. The last block may reach beyond the array: what it makes there is
   # dropped, and no tile reads from another. The residual is flat.
-  whole = x.size // launch.tile
-  lines = launch.tile // launch.width  # of a tile
-  block = min(max(ROWS, _ELEMENTS // launch.tile // ROWS * ROWS), whole)
-  every, of_block = (whole * lines, launch.width), block * lines
+  whole = x.size // tile
+  lines = tile // width  # of a tile
+  block = min(max(ROWS, _ELEMENTS // tile // ROWS * ROWS), whole)
+  every, of_block = (whole * lines, width), block * lines
   outputs: list[Any] = [((whole, words), block, jnp.uint32) for words in launch.words]
   if launch.keep:
     outputs.append((every, of_block, jnp.float32))
@@ -120,7 +111,7 @@ def encode(
       words = ref.dtype == jnp.uint32
       ref[...] = lax.bitcast_convert_type(found, jnp.uint32) if words else found
 
-  inputs = [(x.reshape(-1)[: whole * launch.tile].reshape(every), of_block)]
+  inputs = [(x.reshape(-1)[: whole * tile].reshape(every), of_block)]
   inputs += [(jnp.broadcast_to(y, (1, LANES)), 0) for y in scalars]
   *rows, last = run(kernel, inputs, outputs, launch.name, launch.interpret)
   return [*rows, last.reshape(-1) if launch.keep else last]
