@@ -18,11 +18,8 @@ import optax
 import gradcomp
 from benchmarks.compilers.codecs import NVFP4
 from gradcomp import codecs, contrib, optimizers
-from gradcomp._src.core.compression import Compression
 from gradcomp._src.core.feedback import FeedbackName
-from gradcomp._src.core.transform import transformation
 from gradcomp._src.exchange.auto import ExchangeName
-from gradcomp._src.transforms.factors import ONE_BY_ONE
 from gradcomp._src.transforms.low_rank import PowerSGD
 from gradcomp.exchange import Hierarchical
 
@@ -51,8 +48,6 @@ class Case(NamedTuple):
     options: dict[str, Any] = {"axis_name": "data", "feedback": self.feedback}
     options["exchange"] = GROUPED if exchange == GROUPED.name else exchange
     options["message_bytes"] = self.message_bytes
-    if isinstance(self.codec, PowerSGD):  # factors, which are no codec
-      return transformation(Compression(self.codec, averaging=ONE_BY_ONE, **options))
     return gradcomp.compress(self.codec, **options)
 
 

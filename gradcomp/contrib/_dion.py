@@ -15,7 +15,7 @@ from gradcomp._src import checks
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.sums import records
 from gradcomp._src.codecs.sums.sum import SumFacts
-from gradcomp._src.core import compression, feedback, transform
+from gradcomp._src.core import feedback, transform
 from gradcomp._src.core.border import any_tree
 from gradcomp._src.exchange import auto, plan, protocol
 from gradcomp._src.mesh import axes, shard_maps
@@ -107,7 +107,7 @@ def dion(  # noqa: PLR0913 - options of users, by keyword
       '`exchange` must send, because all workers take one step, got "local"; '
       "axis_name=None is for one worker."
     )
-  parts = compression.Compression(
+  step = transform.compress(
     _Factors(rank=rank, mu=mu),
     axis_name=axis_name,
     exchange=way,
@@ -115,9 +115,7 @@ def dion(  # noqa: PLR0913 - options of users, by keyword
     min_leaf_size=0,
     message_bytes=message_bytes,
     key=key,
-    averaging=factors.ONE_BY_ONE,
   )
-  step = transform.transformation(parts)
 
   def update_fn(
     updates: Any, state: Any, params: Any = None, **extra_args: Any

@@ -10,7 +10,7 @@ from gradcomp._src.transforms.low_rank import PowerSGD
 from gradcomp.exchange import Hierarchical
 from tests.plugins.slow_cases import slow
 from tests.specs import top_k
-from tests.support import low_rank, modes
+from tests.support import modes
 from tests.support.assertions import assert_same_bits
 from tests.support.cases.local import largest
 
@@ -22,7 +22,7 @@ NEAREST = codecs.QSGD(bits=2, bucket_size=32, rounding="nearest")
 
 def ef21(codec, exchange="all_gather", **options):
   given = {"axis_name": "data", "feedback": "ef21", "min_leaf_size": 0} | options
-  return low_rank.compress(codec, **given | {"exchange": exchange})
+  return gradcomp.compress(codec, **given | {"exchange": exchange})
 
 
 def integers(steps):

@@ -18,7 +18,6 @@ import gradcomp
 from gradcomp._src.transforms.low_rank import PowerSGD
 from gradcomp.codecs import QSGD, TopK
 from tests.plugins.slow_cases import slow
-from tests.support import low_rank
 from tests.support.assertions import assert_equal
 from tests.support.cases import inner
 from tests.support.cases.citizen import FACTORIES, error4
@@ -248,7 +247,7 @@ def test_nnx_optimizer():
 
 @pytest.mark.parametrize("codec", REMEMBERING, ids=lambda x: type(x).__name__)
 def test_optax_maps_no_memory(codec):
-  chained = optax.chain(low_rank.compress(codec, min_leaf_size=1), scale)
+  chained = optax.chain(gradcomp.compress(codec, min_leaf_size=1), scale)
   state = chained.init(pick(THREE[0], "m") | {"b": jnp.ones(3)})
   mapped = optax.tree.map_params(chained, lambda leaf: leaf + 1, state)
   assert_equal(mapped[0].memory, state[0].memory)

@@ -12,7 +12,6 @@ from gradcomp._src.exchange.one_stage import AllReduce
 from gradcomp._src.exchange.ring import Ring
 from gradcomp._src.transforms.low_rank import PowerSGD
 from gradcomp.optimizers import adam
-from tests.support import low_rank
 from tests.support.cases.recipe import RECIPES, make
 
 NO_PAPER = "% Without a paper: "
@@ -44,7 +43,7 @@ def told(text):
 
 def cited(codec=None, **options):
   given = {"exchange": "local", "feedback": None, "axis_name": "data"} | options
-  return gradcomp.citation(low_rank.compress(codec or codecs.Dense(), **given))
+  return gradcomp.citation(gradcomp.compress(codec or codecs.Dense(), **given))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import gradcomp
 from gradcomp._src.codecs.protocol import payload_of
 from gradcomp._src.codecs.sums.records import NOTHING
 from gradcomp._src.testing.leaves import KEY as KEY
@@ -14,7 +15,7 @@ from gradcomp._src.testing.leaves import gaussian as gaussian
 from gradcomp._src.testing.leaves import trial
 from gradcomp.codecs import Context, Leaf, Memory
 from gradcomp.testing import laws
-from tests.support import low_rank, modes
+from tests.support import modes
 from tests.table.settings import CASES, LOW_RANK
 
 CODECS = [case.codec for case in CASES]
@@ -88,7 +89,7 @@ def compressed(codec, exchange, feedback=None, **options):
   """A transformation over the axis "data"; with feedback of a codec that is kept."""
   codec = kept(codec) if feedback else codec
   given = {"exchange": modes.grouped(exchange), "feedback": feedback} | options
-  return low_rank.compress(codec, axis_name="data", **given)
+  return gradcomp.compress(codec, axis_name="data", **given)
 
 
 @functools.cache

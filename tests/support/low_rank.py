@@ -5,21 +5,10 @@ import functools
 import jax
 import numpy as np
 
-import gradcomp
-from gradcomp._src.core.compression import Compression
-from gradcomp._src.core.transform import transformation
-from gradcomp._src.transforms.factors import ONE_BY_ONE, Factors
 from gradcomp.codecs import Leaf
 from tests.support.assertions import assert_same_bits
 
 KEY = np.array([1, 2], np.uint32)
-
-
-def compress(codec, **options):
-  """A transformation of a codec, or of factors, which are none."""
-  if isinstance(codec, Factors):
-    return transformation(Compression(codec, averaging=ONE_BY_ONE, **options))
-  return gradcomp.compress(codec, **options)
 
 
 def bound(codec, shape):

@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 import gradcomp
 from gradcomp._src.testing import modes
 from gradcomp.codecs import Codec, FloatCast
-from tests.support import laws, low_rank
+from tests.support import laws
 
 ROWS = Path(__file__).with_name("rows.txt")
 SEED = 7
@@ -66,7 +66,7 @@ class Row(NamedTuple):
   def transformation(self) -> Any:
     codec = laws.here(self.codec)
     codec = laws.kept(codec) if self.feedback != "none" else codec
-    return low_rank.compress(
+    return gradcomp.compress(
       codec,
       axis_name=AXES.get(self.place, "data"),
       exchange=self._exchange(),

@@ -14,7 +14,7 @@ from gradcomp.state import CompressState
 from gradcomp.telemetry import inspect_update
 from tests.errors import table
 from tests.plugins.slow_cases import slow
-from tests.support import laws, low_rank, modes
+from tests.support import laws, modes
 from tests.support.assertions import assert_same_bits
 from tests.support.cases import zero as zero_cases
 from tests.support.cases.inspect import WORKERS, close, gradients, of_workers, some
@@ -92,7 +92,7 @@ OTHERS = slow(RandomK(density=0.1), EightBit(), OneBit(per_column=True))
 
 @pytest.mark.parametrize("codec", [PowerSGD(rank=2), *OTHERS])
 def test_any_codec_can_be_seen(codec):
-  tx = low_rank.compress(codec, min_leaf_size=0)
+  tx = gradcomp.compress(codec, min_leaf_size=0)
   grads = {"w": jnp.sin(jnp.arange(64.0 * 64)).reshape(64, 64).astype(jnp.bfloat16)}
   for leaf in jax.tree.leaves(inspected(tx)(grads)):
     assert leaf.dtype == jnp.float32 and np.all(np.isfinite(leaf))

@@ -171,6 +171,10 @@ class Codec(LeafCodec, checks.Checked, abc.ABC):
     """Returns a leaf's statistics, and the rest of its ``context.measured``."""
     return self.agree(x), None
 
+  def parts(self, like: jax.ShapeDtypeStruct) -> "list[Part]":
+    """Returns what each average takes in the place of a leaf: by default the leaf."""
+    return [(like, self, None)]
+
   @property
   def fits(self) -> Fit | None:
     """The fits of the codec state to the counts of all workers; None without any."""
@@ -301,6 +305,11 @@ class Codec(LeafCodec, checks.Checked, abc.ABC):
   def roundtrip(self, x: Array, *, key: Array | None = None) -> Array:
     """Returns the array that arrives: ``decode(encode(x, key=key), like=x)``."""
     return self.decode(self.encode(x, key=key), like=x)
+
+
+# An array that all workers average, its codec, and the number of elements of the leaf's
+# mean that it completes; None for the leaf itself.
+Part = tuple[jax.ShapeDtypeStruct, Codec, int | None]
 
 
 def as_float32(x: Array) -> Array:

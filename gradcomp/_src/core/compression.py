@@ -22,7 +22,7 @@ from gradcomp._src.core.state import CompressState
 from gradcomp._src.exchange import auto, one_stage, protocol
 from gradcomp._src.exchange import layout as layouts
 from gradcomp._src.exchange import plan as plans
-from gradcomp._src.exchange.step import WHOLE, Averaging, Step
+from gradcomp._src.exchange.step import Step
 from gradcomp._src.kernels.gpu import table
 from gradcomp._src.mesh import agreement, study
 from gradcomp._src.mesh.axes import AxisName, as_axis_name, axis_names, bound_size
@@ -60,7 +60,6 @@ class Compression(checks.Checked):
   message_bytes: plans.MessageBytes = checks.field("auto", _BYTES)
   key: ArrayLike = 0
   dither: Dither = checks.field("shared", checks.choice(Dither))
-  averaging: Averaging = WHOLE
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -117,7 +116,7 @@ class Compression(checks.Checked):
     hides = exchange.sends and workers > 1 and platform() != "cpu"
     size = size if hides or size != "auto" else None
     messages = []
-    for parts in self.averaging.parts(codecs, like):
+    for parts in plans.averages(codecs, like):
       for kind, sizes in plans.kinds_of(parts, others, apart).items():
         varied, plain, is_wide = kind
         for piece in plans.cut(size, sizes, paths, workers):

@@ -21,7 +21,7 @@ from gradcomp._src.core.state import CompressState, residual_key
 from gradcomp._src.exchange import collectives
 from gradcomp._src.exchange.layout import Layout
 from gradcomp._src.exchange.plan import MessagePlan
-from gradcomp._src.exchange.step import Own, OwnEntries, Reduced, Step
+from gradcomp._src.exchange.step import Own, OwnEntries, Reduced, Step, average
 from gradcomp._src.floats.dtypes import fitted, narrowed
 from gradcomp._src.kernels.common.fixed_point import scaled
 from gradcomp._src.kernels.materialize import updated_in_place
@@ -41,7 +41,8 @@ def take_step(
   """Takes a worker's step; returns updates, state, and the rest of ``finish``."""
   # `finish` turns means into updates, with their rounding errors in the unsent parts.
   corrected = correct(options, updates, state)
-  found, owned, _ = options.averaging.run(step, corrected)
+  run = getattr(options.codec, "average", average)  # of factors, or of leaves
+  found, owned, _ = run(step, corrected)
   reduced = [found[i] for i in range(len(corrected))]
   changed = options.feedback.received(updates, state.estimate, reduced)
   finished, rest = finish(changed)

@@ -1,14 +1,14 @@
 """The plan of a step: its messages with their leaves, and the residuals of owners."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 from jax.tree_util import KeyPath
 
-from gradcomp._src.codecs.protocol import Codec, tile_shape
+from gradcomp._src.codecs.protocol import Codec, Part, tile_shape
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.exchange import layout as layouts
 from gradcomp._src.exchange import protocol
@@ -77,25 +77,15 @@ def own_axes(axis_name: AxisName | None, others: tuple[str, ...]) -> Axes:
   return (*(() if axis_name is None else axis_names(axis_name)), *others)
 
 
-class Part(NamedTuple):
-  """An array that all workers average, a leaf or another in its place."""
-
-  like: jax.ShapeDtypeStruct
-  codec: Codec
-  completes: int | None = None  # elements of the mean that it completes
-
-
-# From the codecs and the shapes of leaves to what each average takes, by leaf.
-Averages = Callable[
-  [Sequence[Codec], Sequence[jax.ShapeDtypeStruct]], list[dict[int, Part]]
-]
-
-
-def whole_leaves(
+def averages(
   codecs: Sequence[Codec], like: Sequence[jax.ShapeDtypeStruct]
 ) -> list[dict[int, Part]]:
-  """Returns the only average: of the leaves themselves."""
-  return [dict(enumerate(map(Part, like, codecs)))]
+  """Returns what each average of a step takes in the place of leaves, by number."""
+  every: dict[int, dict[int, Part]] = {}
+  for i, (codec, leaf) in enumerate(zip(codecs, like, strict=True)):
+    for number, part in enumerate(codec.parts(leaf)):
+      every.setdefault(number, {})[i] = part
+  return list(every.values())
 
 
 # What all leaves of a message share: the other axes over which they vary, and whether

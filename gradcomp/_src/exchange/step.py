@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -115,13 +115,6 @@ class Averaged(NamedTuple):
   came: Sequence[jax.Array]  # the arrays that the next average waits for
 
 
-class Averaging(NamedTuple):
-  """A way to average leaves, or other arrays in their place."""
-
-  parts: plans.Averages  # what each average takes, which messages hold
-  run: Callable[[Step, Any], Averaged]
-
-
 def average(step: Step, arrays: Arrays, came: Sequence[jax.Array] = ()) -> Averaged:
   """Averages arrays over all workers, after ``came``, arrays of an earlier average."""
   step = step._replace(memory=refit(step, arrays))
@@ -141,9 +134,6 @@ def average(step: Step, arrays: Arrays, came: Sequence[jax.Array] = ()) -> Avera
     kept = plans.as_stored(step.plan, residuals[::-1])  # the last message went first
     owned = dict.fromkeys(step.owned, ()) | kept
   return Averaged(found, owned, came)
-
-
-WHOLE = Averaging(plans.whole_leaves, average)
 
 
 def sendings(step: Step, arrays: Arrays) -> Iterator[Sending]:

@@ -14,8 +14,7 @@ from jax import Array
 from gradcomp._src import checks
 from gradcomp._src.codecs import protocol, sums
 from gradcomp._src.codecs.sums.sum import SumFacts
-from gradcomp._src.exchange import plan
-from gradcomp._src.exchange.step import Averaged, Averaging, Step, average
+from gradcomp._src.exchange.step import Averaged, Step, average
 from gradcomp._src.kernels.common.threefry import threefry2x32
 
 # Yields the arrays of each average, is sent their means, and at last yields the means
@@ -52,10 +51,50 @@ class Factors(protocol.LeafCodec, checks.Checked, abc.ABC):
   def used_entries(self, memory: sums.records.Memory) -> None:
     """Returns None: no array counts the entries that it sends."""
 
+  def parts(self, like: jax.ShapeDtypeStruct) -> list[protocol.Part]:
+    """Returns the arrays, and the elements of the leaf that each completes."""
+    sides = [jax.ShapeDtypeStruct(side, like.dtype) for side in self.sides]
+    *first, last = [(side, self.inner, 0) for side in sides]
+    return [*first, (*last[:2], like.size)]
+
   @property
   def facts(self) -> SumFacts:
     facts = self.inner.facts.naming(self.inner)
     return dataclasses.replace(facts, keeps_float64=False)
+
+  def average(self, step: Step, leaves: Any) -> Averaged:
+    """Averages the first arrays, with all dense leaves, and then the second ones."""
+    alike: dict[Factors, list[int]] = {}
+    codecs: Sequence[Any] = step.plan.codecs  # and factors among them
+    for i, each in enumerate(codecs):
+      if isinstance(each, Factors):
+        alike.setdefault(each, []).append(i)
+    of = lambda values, own: [values[i] for i in own]
+    shared = [x.shared for x in step.memory]
+    talk = lambda each, own: each.talk(of(leaves, own), of(shared, own))
+    talks = [(own, talk(each, own)) for each, own in alike.items()]
+    arrays, means = dict(enumerate(leaves)), dict[int, Any]()
+    averages: list[Averaged] = []
+    for average_step in _averages(step):
+      for own, each in talks:
+        arrays |= zip(own, each.send(of(means, own) if averages else None), strict=True)
+      came = averages[-1].came if averages else ()
+      averages.append(average(average_step, arrays, came))
+      means |= {i: x.mean for i, x in averages[-1].leaves.items()}
+    found = averages[0].leaves
+    count = step.plan.workers if step.plan.is_sum else 1
+    for own, each in talks:
+      for i, leaf, kept in zip(own, *each.send(of(means, own)), strict=True):
+        one = found[i]._replace(mean=leaf, chosen=None)
+        # A single worker's state would no longer be equal on all.
+        if step.plan.axis_name is None or step.plan.sends:
+          one = one._replace(memory=one.memory._replace(shared=kept))
+        if step.keep:
+          nth = leaf if count == 1 else leaf / count  # a worker's part of a sum
+          one = one._replace(unsent=leaves[i] - nth, own=None)
+          one = one._replace(sent=nth) if step.watch else one
+        found[i] = one
+    return averages[0]
 
   # A leaf is one row, of the words of all arrays.
   @property
@@ -66,59 +105,6 @@ class Factors(protocol.LeafCodec, checks.Checked, abc.ABC):
   def row_words(self) -> int:
     rows = [-(-math.prod(side) // self.inner.tile_size) for side in self.sides]
     return sum(rows) * self.inner.row_words
-
-
-def _parts(
-  codecs: Sequence[Any], like: Sequence[jax.ShapeDtypeStruct]
-) -> list[dict[int, plan.Part]]:
-  every: tuple[dict[int, plan.Part], ...] = plan.whole_leaves(codecs, like)[0], {}
-  for i, own in _factored(codecs).items():
-    for number, side in enumerate(own.sides, start=1):
-      completes = like[i].size if number == len(own.sides) else 0
-      shape = jax.ShapeDtypeStruct(side, like[i].dtype)
-      every[number - 1][i] = plan.Part(shape, own.inner, completes)
-  return list(every)
-
-
-def _one_by_one(step: Step, leaves: Any) -> Averaged:
-  """Averages the first arrays, with all dense leaves, and then the second ones."""
-  alike: dict[Factors, list[int]] = {}
-  for i, each in _factored(step.plan.codecs).items():
-    alike.setdefault(each, []).append(i)
-  of = lambda values, own: [values[i] for i in own]
-  shared = [x.shared for x in step.memory]
-  talk = lambda each, own: each.talk(of(leaves, own), of(shared, own))
-  talks = [(own, talk(each, own)) for each, own in alike.items()]
-  arrays, means = dict(enumerate(leaves)), dict[int, Any]()
-  averages: list[Averaged] = []
-  for average_step in _averages(step):
-    for own, each in talks:
-      arrays |= zip(own, each.send(of(means, own) if averages else None), strict=True)
-    came = averages[-1].came if averages else ()
-    averages.append(average(average_step, arrays, came))
-    means |= {i: x.mean for i, x in averages[-1].leaves.items()}
-  found = averages[0].leaves
-  count = step.plan.workers if step.plan.is_sum else 1
-  for own, each in talks:
-    for i, leaf, kept in zip(own, *each.send(of(means, own)), strict=True):
-      one = found[i]._replace(mean=leaf, chosen=None)
-      # A single worker's state would no longer be equal on all.
-      if step.plan.axis_name is None or step.plan.sends:
-        one = one._replace(memory=one.memory._replace(shared=kept))
-      if step.keep:
-        nth = leaf if count == 1 else leaf / count  # a worker's part of a sum
-        one = one._replace(unsent=leaves[i] - nth, own=None)
-        one = one._replace(sent=nth) if step.watch else one
-      found[i] = one
-  return averages[0]
-
-
-ONE_BY_ONE = Averaging(_parts, _one_by_one)
-
-
-def _factored(codecs: Sequence[Any]) -> dict[int, Factors]:
-  """Returns the factors of leaves, by number; others have codecs."""
-  return {i: x for i, x in enumerate(codecs) if isinstance(x, Factors)}
 
 
 def _averages(step: Step) -> list[Step]:

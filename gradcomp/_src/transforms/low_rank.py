@@ -14,11 +14,9 @@ from gradcomp._src import checks
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.qsgd import QSGD
 from gradcomp._src.codecs.sums.records import Leaf, Memory
-from gradcomp._src.core.compression import Compression
-from gradcomp._src.core.transform import compress, transformation
-from gradcomp._src.public import checked
+from gradcomp._src.core.transform import compress
 from gradcomp._src.transforms import factors, switch
-from gradcomp._src.transforms.options import CompressOptions, recipe
+from gradcomp._src.transforms.options import CompressOptions, of_codec, recipe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,12 +220,10 @@ def powersgd(
       "residuals keep the error of a low rank."
     )
   steps = checks.step_count("start", start, least=0)
-  codec = PowerSGD(rank=rank, min_rate=min_rate, bits=bits, alternate=alternate)
-  given: Any = checked(powersgd, options)
-  parts = Compression(codec, averaging=factors.ONE_BY_ONE, **given)
+  exchanged = of_codec(powersgd, PowerSGD, locals())
   if not steps:
-    return transformation(parts)
+    return exchanged
   # It keeps the residuals that the next one needs. They stay zero.
   dense: CompressOptions = {**options}
   dense["feedback"] = "error" if feedback == "auto" else feedback
-  return switch.switch([steps], [compress(Dense(), **dense), transformation(parts)])
+  return switch.switch([steps], [compress(Dense(), **dense), exchanged])
