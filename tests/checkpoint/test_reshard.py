@@ -212,7 +212,7 @@ def test_parameters_that_are_cut_over_another_axis(kind):
   np.testing.assert_array_equal(
     np.asarray(rows).reshape(3, 2, -1), owned(3) * np.float32(2 / 3)
   )
-  assert rows.sharding.spec == P(axes)
+  assert rows.sharding.is_equivalent_to(NamedSharding(new, P(axes)), rows.ndim)
   assert moved.residual["w"].sharding.spec == P("data", "model")
   assert moved.residual["w"].shape == (192, 40)
   # What a checkpoint gives is placed alike.
