@@ -117,5 +117,5 @@ def test_plans_of_first_states_are_found_in_transformed_functions():
   for init in (tx.init, jax.jit(tx.init)):
     optimizer = optax.chain(optax.GradientTransformation(init, tx.update))
     given = dict(workers=4, axis_name="data", param_specs=None, mesh=None)
-    (plan,) = first_state_of(optimizer, PARAMS, **given).plans
+    _, _, (plan,), _ = first_state_of(optimizer, PARAMS, **given)
     assert plan.names == ("['b']", "['w']") and plan.workers == 4

@@ -1,7 +1,7 @@
 """The abstract global state of an optimizer for N workers, and checks of states."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,15 +24,6 @@ from gradcomp._src.mesh.trees import trainable
 from gradcomp._src.report.tracing import first_plans
 
 number_of_workers = checks.integer("a number of workers, 1 or more", 1).check
-
-
-class FirstState(NamedTuple):
-  """The shapes, specs and plans of the global state before the first step."""
-
-  shapes: Any  # of each global array, in the structure of the state
-  specs: Any  # the ``PartitionSpec`` of each
-  plans: list[MessagePlan | None]  # of each CompressState; None if no trace shows it
-  sizes: dict[str, int]  # of the axes of the mesh
 
 
 def state_shapes(
@@ -68,7 +59,7 @@ def state_shapes(
   given: Any = {"axis_name": axis_name, "param_specs": param_specs, "mesh": None}
   given["workers"] = number_of_workers("workers", workers)
   with platforms.planned_for(platform):
-    return first_state_of(optimizer, params, **given).shapes
+    return first_state_of(optimizer, params, **given)[0]
 
 
 def first_state_of(
@@ -79,9 +70,10 @@ def first_state_of(
   axis_name: axes.AxisName,
   param_specs: Any,
   mesh: Mesh | None,
-) -> FirstState:
-  """Traces ``optimizer.init`` in a map over N abstract workers, and reads the state."""
-  # The mesh may have other axes that shard the parameters.
+) -> tuple[Any, Any, list[MessagePlan | None], dict[str, int]]:
+  """Returns the shapes, specs and plans of a first state over N abstract workers."""
+  # Beside the sizes of the mesh, which may have other axes that shard the parameters.
+  # The plan of a state is None if no trace shows it.
   names = axes.axis_names(axis_name)
   params = trainable(params)
   around: Any = types.mesh_of(params) if mesh is None or mesh.empty else mesh
@@ -145,7 +137,7 @@ def first_state_of(
   else:
     shapes = tree_map_with_path(whole, found[0], specs)
   typed = jax.tree.map(_with_typed_axes, found[0], specs)
-  return FirstState(shapes, typed, plans, sizes)
+  return shapes, typed, plans, sizes
 
 
 def _with_typed_axes(part: ShapedArray, spec: P) -> P:
