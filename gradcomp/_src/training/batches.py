@@ -10,9 +10,8 @@ from jax.sharding import PartitionSpec
 
 from gradcomp._src.core.specs import state_specs
 from gradcomp._src.core.state import states_in
-from gradcomp._src.mesh import axes, closures
+from gradcomp._src.mesh import axes
 from gradcomp._src.mesh.trees import is_array
-from gradcomp._src.training.loss_form import Function
 
 
 def several(numbers: int | tuple[int, ...]) -> tuple[int, ...]:
@@ -76,37 +75,19 @@ def rows_of(tree: Any) -> set[int]:
   return {x.shape[0] for x in jax.tree.leaves(tree) if is_array(x) and x.ndim}
 
 
-def with_no_other(loss_fn: Function, batches: Any, others: dict[str, Any]) -> Function:
-  """Wraps a loss; ValueError for an array as long as batches that no worker cuts."""
-  rows = rows_of(batches)
+def check_others(rows: Collection[int], others: dict[str, Any]) -> None:
+  """Raises ValueError for an array as long as batches that no worker cuts."""
   for name, tree in others.items():
-    if not states_in(tree):
-      for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        _check_no_batch(f"{name}{jax.tree_util.keystr(path)}", x, rows)
-
-  def checked(loss_fn: Function, *args: Any, **kwargs: Any) -> Any:
-    arrays, with_arrays = closures.arrays_of((loss_fn, args, kwargs))
-
-    def traced(arrays: Sequence[jax.Array]) -> None:
-      own_loss, args, kwargs = with_arrays(arrays)
-      own_loss(*args, **kwargs)
-
-    for x in jax.make_jaxpr(traced)(arrays).consts:
-      _check_no_batch("what `loss_fn` closes over", x, rows)
-    return loss_fn(*args, **kwargs)
-
-  return jax.tree_util.Partial(checked, loss_fn)
-
-
-def _check_no_batch(name: str, x: Any, rows: Collection[int]) -> None:
-  """Raises ValueError for an array that may be a batch."""
-  if is_array(x) and x.ndim and x.shape[0] in rows:
-    raise ValueError(
-      "`batch_argnums` must name the batches where another array has as many rows, "
-      f"got None and {x.dtype}{list(x.shape)} in {name}, which every worker has whole. "
-      "If it is a batch, pass it by position, after the parameters; if it is none, "
-      "pass the positions of the batches, as in batch_argnums=1."
-    )
+    leaves = [] if states_in(tree) else jax.tree_util.tree_leaves_with_path(tree)
+    for path, x in leaves:
+      if is_array(x) and x.ndim and x.shape[0] in rows:
+        raise ValueError(
+          "`batch_argnums` must name the batches where another array has as many rows, "
+          f"got None and {x.dtype}{list(x.shape)} in {name}"
+          f"{jax.tree_util.keystr(path)}, which every worker has whole. If it is a "
+          "batch, pass it by position, after the parameters; if it is none, pass the "
+          "positions of the batches, as in batch_argnums=1."
+        )
 
 
 def specs_of(

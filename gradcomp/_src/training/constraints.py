@@ -25,9 +25,11 @@ def over(
   function: Callable[..., Any],
   names: frozenset[str],
   mesh: Mesh | AbstractMesh,
+  check: Callable[[Any], Any] = id,
   argument: str = "loss_fn",
 ) -> Callable[..., Any]:
   """Returns a function for a map over the axes, in which constraints may name them."""
+  # `check` sees each array that the function closes over.
 
   def shape(x: Any) -> jax.ShapeDtypeStruct:
     # Arrays of the map have types with its mesh; these have none.
@@ -38,6 +40,8 @@ def over(
     shapes = jax.tree.map(shape, args)
     with shard_maps.UNSEEN(names), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
       closed, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
+    for x in closed.consts:
+      check(x)
     moved = core.ClosedJaxpr(_Move(names, argument).jaxpr(closed.jaxpr), closed.consts)
     leaves = core.jaxpr_as_fun(moved)(*jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(out), leaves)

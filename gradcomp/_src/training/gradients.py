@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import jax
@@ -212,20 +212,21 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
     elif kind == AxisType.Auto:
       workers = math.prod(around.shape[name] for name in axes.axis_names(axis_name))
       cut, parts = batches.batches_in(args, differentiated, batch_argnums), form
+      rows = frozenset[int]()  # of arrays that no worker may have whole
       if batch_argnums is None:
         # All that workers share is cut into micro-batches, but for keys and numbers.
         micro = tuple(i for i in cut if batches.rows_of(args[i]))
         parts = dataclasses.replace(form, cut=micro)
         if workers > 1:
+          rows = batches.rows_of([args[i] for i in cut])
           uncut = set(range(count)).difference(cut, differentiated)
           others = {f"argument {i}": args[i] for i in sorted(uncut)}
           others |= {f"keyword {name}": x for name, x in kwargs.items()}
-          others["`loss_fn` "] = loss_fn
-          own_loss = batches.with_no_other(own_loss, [args[i] for i in cut], others)
+          batches.check_others(rows, others | {"`loss_fn` ": loss_fn})
       tree = params[0] if isinstance(form.argnums, int) else tuple(params)
       kept = specs_like(tree, param_specs, axis_name, around)
       specs = batches.specs_of(whole, cut, axis_name, workers)
-      value, stack = _stacked(parts, own_loss, whole, specs, around, axis_name)
+      value, stack = _stacked(parts, own_loss, whole, specs, around, axis_name, rows)
       grads = per_worker.marked(stack, axis_name, kept)
     else:
       for i in differentiated:
@@ -240,13 +241,14 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
   return local_value_and_grad
 
 
-def _stacked(
+def _stacked(  # noqa: PLR0913 - facts of a map
   form: loss_form.LossForm,
   loss_fn: Callable[..., Any],
   given: tuple[Sequence[Any], dict[str, Any]],
   specs: Sequence[PartitionSpec | None],
   mesh: Mesh | AbstractMesh,
   axis_name: axes.AxisName,
+  rows: Collection[int] = (),
 ) -> tuple[Any, Any]:
   """Returns the mean value and gradients ``[N, ...]``, addends under Explicit axes."""
   leaves, treedef = jax.tree.flatten((*given, loss_fn))
@@ -269,8 +271,9 @@ def _stacked(
     mean = loss_form.mean_of_workers(value, axis_name)
     return mean, jax.tree.map(lambda g: g[None], grads)
 
+  check = lambda x: batches.check_others(rows, {"what `loss_fn` closes over": x})
   return jax.shard_map(
-    local if is_sum else constraints.over(local, names, mesh),
+    local if is_sum else constraints.over(local, names, mesh, check),
     mesh=mesh,
     in_specs=([specs[i] for i in places],),
     out_specs=(PartitionSpec(), PartitionSpec(axis_name)),

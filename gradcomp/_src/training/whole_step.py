@@ -99,7 +99,7 @@ def whole_step(
     cut = lambda x: whole if batches.is_key(x) else PartitionSpec(axis_name)
     with placements.PLACED(_places(state, param_specs, axis_name, around)):
       return jax.shard_map(
-        constraints.over(local, names, around, "step"),
+        constraints.over(local, names, around, argument="step"),
         mesh=around,
         in_specs=(specs, jax.tree.map(cut, batch), *[whole] * len(extra)),
         out_specs=(specs, whole),
