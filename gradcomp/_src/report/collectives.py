@@ -250,23 +250,24 @@ def span(axes: _Axes, data: _Axes, sizes: Mapping[str, int], pairs: Pairs) -> in
   return next(filter(together, lengths), workers)
 
 
-def cells(x: Collective) -> dict[str, str]:
-  """Returns the cells that all reports have of a collective, by their columns."""
+def cells(x: Collective, operands: str = "", **counts: str) -> dict[str, str]:
+  """Returns the cells of a collective, by their columns in the order of all reports."""
   return {
     "collective": x.kind,
     "dtype": x.dtype,
+    "operands": operands,
     "axis": x.axis,
     "workers": f"{x.workers:,}",
     "times": "loop " * x.trips_unknown + "branch " * x.in_branch + f"{x.times:,}",
     "bytes sent": f"{x.times * x.bytes_sent:,}",
+    **counts,
     "scope": "/".join(x.scope.split("/")[-2:]),
   }
 
 
-def table(columns: str, rows: Iterable[Mapping[str, str]]) -> list[str]:
-  """Returns the lines of a table with these columns, named between commas."""
-  names = columns.split(",")
-  return aligned([names, *([row.get(x, "") for x in names] for row in rows)])
+def table(rows: Sequence[Mapping[str, str]]) -> list[str]:
+  """Returns the lines of a table, with the columns of the first row."""
+  return aligned([[*rows[0]], *([row.get(x, "") for x in rows[0]] for row in rows)])
 
 
 _NUMBER = re.compile(r"(?:loop )?(?:branch )?[-+\d.,e]*|inf|nan|\?")

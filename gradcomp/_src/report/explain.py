@@ -155,8 +155,7 @@ class Explanation:
       for x in self.leaves
     ]
     total = {"leaf": "total", **self._sent(self.bytes_sent, self._elements)}
-    columns = "leaf,shape,codec,bits,exchange,message,sent,/f32,/bf16,slots,used,every"
-    lines = table(f"{columns},rule", [*rows, total]) + self._when()
+    lines = table([*rows, total]) + self._when()
     lines += dict.fromkeys(f"{leaf.exchange}: {leaf.reason}." for leaf in self.leaves)
     if self.bytes_inside:
       lines.append(

@@ -105,10 +105,7 @@ class WireReport:
       dense = "?" if self.untold else f"{part.dense_bytes:,}"
       sums = {"bytes sent": f"{part.bytes_sent:,}", "as f32 mean": dense}
       rows.append({"collective": "total", "axis": axis, **sums})
-    lines = sent.table(
-      "collective,dtype,operands,axis,workers,times,bytes sent,as f32 mean,scope", rows
-    )
-    lines.append(self._compared(several))
+    lines = [*sent.table(rows), self._compared(several)]
     if again := sent.dearest(c for c in self.collectives if c.again):
       told = "are a mean of the gradient, which the exchange takes again"
       lines.append(f"{again:,} bytes {told}: delete the pmean.")
@@ -151,8 +148,7 @@ def _row(x: sent.Collective) -> dict[str, str]:
   counts = collections.Counter(x.shapes).items()
   arrays = [f"{n} x " * (n > 1) + str(list(shape)) for shape, n in counts]
   operands = " ".join(arrays) if len(arrays) <= 3 else f"{len(x.shapes)} arrays"
-  dense = f"{x.times * x.dense_bytes:,}"
-  return {**sent.cells(x), "operands": operands, "as f32 mean": dense}
+  return sent.cells(x, operands, **{"as f32 mean": f"{x.times * x.dense_bytes:,}"})
 
 
 def wire_report(
