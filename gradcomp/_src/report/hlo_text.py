@@ -28,6 +28,7 @@ _END = re.compile(rf"\}}(?:, execution_thread={_STRING})?")
 _INSTRUCTION = re.compile(r"(ROOT )?%?([\w.\-]+) = (.*)")
 _CALL = re.compile(r"(.+?) ([a-z][\w\-]*)\((.*)\)")  # a type, an opcode and arguments
 _ATTRIBUTE = re.compile(r"([\w.\-]+)=(.+)")
+_SCOPE = re.compile(rf"\bop_name=({_STRING})")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _CALLING = frozenset(
   "calls to_apply body condition true_computation false_computation "
@@ -41,44 +42,23 @@ class Instruction(NamedTuple):
   name: str  # without the percent sign
   type: str  # with layouts: "(f32[8]{0},u32[])"
   opcode: str  # such as "all-gather-start"
+  base: str  # the opcode; a start has the opcode of its whole
   # Those between its parentheses: "%x" or "f32[8] %x"; of a constant or a parameter its
   # value or number.
   arguments: tuple[str, ...]
+  operands: tuple[str, ...]  # the names of the instructions that it reads
   attributes: dict[str, str]  # by their names: {"replica_groups": "{{0,1}}"}
+  # The names of the computations that it calls, by the attribute that has them.
+  calls: dict[str, tuple[str, ...]]
+  op_name: str  # the names of jax.named_scope around it, and of JAX's primitive
+  backend_config: str  # of the compiler's back end, JSON or not
+  hints: str  # what the program's maker hands to the compiler
   is_root: bool  # the result of its computation
 
   @property
-  def operands(self) -> tuple[str, ...]:
-    """The names of the instructions that it reads."""
-    if self.opcode in ("constant", "parameter"):
-      return ()
-    return tuple(x.split()[-1].removeprefix("%") for x in self.arguments)
-
-  @property
-  def calls(self) -> dict[str, tuple[str, ...]]:
-    """The names of the computations that it calls, by the attribute that has them."""
-    found = {key: self.attributes[key] for key in self.attributes if key in _CALLING}
-    return {key: tuple(_NAME.findall(names)) for key, names in found.items()}
-
-  @property
   def called(self) -> list[str]:
-    """The names of all of them."""
+    """The names of all computations that it calls."""
     return [*itertools.chain(*self.calls.values())]
-
-  @property
-  def base(self) -> str:
-    """The opcode; a start has the opcode of its whole."""
-    return self.opcode.removesuffix("-start")
-
-  @property
-  def backend_config(self) -> str:
-    """The text of the configuration for the compiler's back end, JSON or not."""
-    return self.attributes.get("backend_config", "")
-
-  @property
-  def hints(self) -> str:
-    """The text that the program's maker hands to the compiler."""
-    return self.attributes.get("frontend_attributes", "")
 
   @property
   def chains(self) -> list[str]:
@@ -90,12 +70,6 @@ class Instruction(NamedTuple):
     """The name under which a send and a receive meet."""
     match = re.search(r'rendezvous="([^"]*)"', self.hints)
     return match[1] if match else self.attributes.get("channel_id")
-
-  @property
-  def op_name(self) -> str:
-    """The names of ``jax.named_scope`` around it, and of JAX's primitive."""
-    match = re.search(rf"\bop_name=({_STRING})", self.attributes.get("metadata", ""))
-    return match[1][1:-1] if match else ""
 
 
 class Computation(tuple[Instruction, ...]):
@@ -191,13 +165,28 @@ def _instructions(computation: str, lines: Iterator[str]) -> Iterator[Instructio
     (root, name, _), (type_, opcode, inside) = match.groups(), made.groups()
     arguments = (inside,) if opcode == "constant" else tuple(_parts(inside))
     known = _attributes(attributes)
-    found = Instruction(name, type_, opcode, arguments, known, root is not None)
-    if not all(map(_NAME.fullmatch, found.operands)):
+    read = () if opcode in ("constant", "parameter") else arguments
+    operands = tuple(x.split()[-1].removeprefix("%") for x in read)
+    if not all(map(_NAME.fullmatch, operands)):
       raise unreadable("each instruction by itself", line)
     if name in names:
       raise unreadable("one instruction of a name", name)
     names.add(name)
-    yield found
+    scope = _SCOPE.search(known.get("metadata", ""))
+    yield Instruction(
+      name=name,
+      type=type_,
+      opcode=opcode,
+      base=opcode.removesuffix("-start"),
+      arguments=arguments,
+      operands=operands,
+      attributes=known,
+      calls={x: tuple(_NAME.findall(known[x])) for x in known if x in _CALLING},
+      op_name=scope[1][1:-1] if scope else "",
+      backend_config=known.get("backend_config", ""),
+      hints=known.get("frontend_attributes", ""),
+      is_root=root is not None,
+    )
   raise unreadable("instructions in computations that end", computation)
 
 
