@@ -228,7 +228,7 @@ def _by_place(x: np.ndarray, workers: int, places: int) -> np.ndarray:
   return shares.reshape(places, workers * share, *x.shape[1:])
 
 
-def _by_worker(rows: np.ndarray, workers: int) -> np.ndarray:
+def _by_worker(rows: np.ndarray, workers: int) -> Any:
   """Undoes :func:`_by_place` of M workers."""
   places, count, *tile = rows.shape
   shares = rows.reshape(places, workers, count // workers, *tile).swapaxes(0, 1)

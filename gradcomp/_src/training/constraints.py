@@ -25,7 +25,7 @@ def over(
   function: Callable[..., Any],
   names: frozenset[str],
   mesh: Mesh | AbstractMesh,
-  check: Callable[[Any], Any] = id,
+  check: Callable[[Any], None] = lambda x: None,
   argument: str = "loss_fn",
 ) -> Callable[..., Any]:
   """Returns a function for a map over the axes, in which constraints may name them."""

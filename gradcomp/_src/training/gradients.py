@@ -212,7 +212,7 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
     elif kind == AxisType.Auto:
       workers = math.prod(around.shape[name] for name in axes.axis_names(axis_name))
       cut, parts = batches.batches_in(args, differentiated, batch_argnums), form
-      rows = frozenset[int]()  # of arrays that no worker may have whole
+      rows = set[int]()  # of arrays that no worker may have whole
       if batch_argnums is None:
         # All that workers share is cut into micro-batches, but for keys and numbers.
         micro = tuple(i for i in cut if batches.rows_of(args[i]))
