@@ -54,21 +54,18 @@ def interpreted(form):
   return functools.partial(form, interpret=True)
 
 
+def both_ways(module):
+  """The interpreted encoder and decoder of a module, each with its reference."""
+  yield interpreted(module.pallas.encode_on_tpu), module.reference.encode_rows
+  yield interpreted(module.pallas.decode_on_tpu), module.reference.decode_rows
+
+
 def of_rows(module, form, tile, rest):
   """The encoder and the decoder of a module, for nine tiles and a part of one."""
-  x = values(tile, 9 * tile + rest)
-  encode, reference = (
-    interpreted(module.pallas.encode_on_tpu),
-    module.reference.encode_rows,
-  )
-  yield pair(encode, reference, {"form": form}, x)
-  rows = jax.jit(functools.partial(reference, form=form))(x)[0]
-  several = jnp.stack([rows[0], rows[0][::-1]])
-  decode, reference = (
-    interpreted(module.pallas.decode_on_tpu),
-    module.reference.decode_rows,
-  )
-  yield pair(decode, reference, {"form": form}, several)
+  x, (encoders, decoders) = values(tile, 9 * tile + rest), both_ways(module)
+  yield pair(*encoders, {"form": form}, x)
+  rows = jax.jit(functools.partial(encoders[1], form=form))(x)[0]
+  yield pair(*decoders, {"form": form}, jnp.stack([rows[0], rows[0][::-1]]))
 
 
 def one_bit_rows(size, keep, rest):
@@ -92,10 +89,9 @@ def block_float_rows(element, scale, size, rest):
   shared = np.float32([[0.3], [0.0], [form.least_shared]] * 4)[: -(-x.size // tile)]
   shared = shared if scale == "e4m3" else None
   dither = np.uint32([3, 5, 0xFFFFFFFF]) if form.up else None
-  module, given = block_float, {"form": form}
-  encode, plain = interpreted(module.pallas.encode_on_tpu), module.reference.encode_rows
+  (encoders, decoders), given = both_ways(block_float), {"form": form}
   first = lambda f: lambda *operands, form: f(*operands, form=form)[0]
-  yield pair(first(encode), first(plain), given, x, shared, dither)
+  yield pair(*map(first, encoders), given, x, shared, dither)
   rows = np.random.default_rng(rest).integers(0, 1 << 32, (2, 9, form.row_words))
   if shared := scale == "e4m3":
     odd = np.float32([0, np.nan, 3e-5]).view(np.uint32)
@@ -103,8 +99,7 @@ def block_float_rows(element, scale, size, rest):
   # Which NaN a product of two is, compilers choose.
   one_nan = lambda y: jnp.where(y == y, y, jnp.nan)
   numbers = lambda f: lambda rows, form: one_nan(f(rows, form=form))
-  decode, plain = interpreted(module.pallas.decode_on_tpu), module.reference.decode_rows
-  yield pair(numbers(decode), numbers(plain), given, rows.astype(np.uint32))
+  yield pair(*map(numbers, decoders), given, rows.astype(np.uint32))
 
 
 def sums_of_a_deviation(groups):
@@ -132,9 +127,8 @@ def payloads(codec, rows):
 
 def levels(codec, rows):
   """Words of 32 codes to three, and of a table; and what no kernel takes."""
-  given = payloads(codec, rows)
   form, plain = interpreted(pallas.decode_on_tpu), reference.decode_rows
-  yield pair(form, plain, {"form": codec.form}, given)
+  yield pair(form, plain, {"form": codec.form}, payloads(codec, rows))
 
 
 def levels_of_rows(bits, bucket, rows):
