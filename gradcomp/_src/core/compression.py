@@ -116,7 +116,7 @@ class Compression(checks.Checked):
     hides = exchange.sends and workers > 1 and platform() != "cpu"
     size = size if hides or size != "auto" else None
     messages = []
-    for parts in plans.averages(codecs, like):
+    for turn, parts in enumerate(plans.averages(codecs, like)):
       for kind, sizes in plans.kinds_of(parts, others, apart).items():
         varied, plain, is_wide = kind
         for piece in plans.cut(size, sizes, paths, workers):
@@ -128,7 +128,7 @@ class Compression(checks.Checked):
           picked, reason = decided or pick(exchange, layout, workers)
           if is_wide and exchange.sends:
             picked, reason = one_stage.AllReduce(), "float64 is added as it is"
-          of_all = picked, varied, reason
+          of_all = picked, varied, reason, turn
           messages.append(protocol.Message(tuple(piece), layout, *of_all))
     names, rules = tuple(map(keystr, paths)), tuple(map(codec.rule, whole))
     each = tuple(bound), tuple(others), tuple(codecs), rules

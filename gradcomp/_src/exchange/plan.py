@@ -135,7 +135,7 @@ def owned_matrices(plan: MessagePlan) -> dict[Axes, list[OwnedMatrix]]:
     return not codec.facts.exact and (plan.feedback or not codec.to_nearest().needs_key)
 
   result: dict[Axes, list[OwnedMatrix]] = {}
-  for number, (_, layout, exchange, others, _) in enumerate(plan.messages):
+  for number, (_, layout, exchange, others, *_) in enumerate(plan.messages):
     if not (exchange.owners and exchange.feedback and layout.replaced is None):
       continue
     for group, (rows, codec) in enumerate(zip(layout.rows, layout.codecs, strict=True)):

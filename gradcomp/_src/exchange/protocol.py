@@ -27,6 +27,7 @@ class Message(NamedTuple):
   exchange: "Exchange"
   others: tuple[str, ...]  # the other axes, over which the leaves vary
   reason: str  # the reason for the exchange
+  turn: int  # the number of its average in the step
 
 
 class Sending(NamedTuple):

@@ -115,12 +115,14 @@ class Averaged(NamedTuple):
   came: Sequence[jax.Array]  # the arrays that the next average waits for
 
 
-def average(step: Step, arrays: Arrays, came: Sequence[jax.Array] = ()) -> Averaged:
+def average(
+  step: Step, arrays: Arrays, came: Sequence[jax.Array] = (), turn: int = 0
+) -> Averaged:
   """Averages arrays over all workers, after ``came``, arrays of an earlier average."""
   step = step._replace(memory=refit(step, arrays))
   found: dict[int, Reduced] = {}
   residuals: list[Sequence[jax.Array | None]] = []
-  for sending in sendings(step, arrays):
+  for sending in sendings(step, arrays, turn):
     with sending.scope():
       encoded = encode(agree(sending), came)
       received: Any = None
@@ -136,11 +138,13 @@ def average(step: Step, arrays: Arrays, came: Sequence[jax.Array] = ()) -> Avera
   return Averaged(found, owned, came)
 
 
-def sendings(step: Step, arrays: Arrays) -> Iterator[Sending]:
-  """Yields the messages of a step, the last one first, before they are encoded."""
+def sendings(step: Step, arrays: Arrays, turn: int = 0) -> Iterator[Sending]:
+  """Yields the messages of an average, the last one first, before they are encoded."""
   residuals = plans.owner_residuals(step.plan, step.owned)
   every = list(enumerate(zip(step.plan.messages, step.later, strict=True)))
   for number, (message, keys) in reversed(every):
+    if message.turn != turn:
+      continue
     layout, workers, factor = message.layout, step.plan.group, 1
     leaves = [arrays[i] for i in message.leaves]
     if workers.scale == 1 and not layout.plain:

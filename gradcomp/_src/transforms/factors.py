@@ -75,11 +75,12 @@ class Factors(protocol.LeafCodec, checks.Checked, abc.ABC):
     talks = [(own, talk(each, own)) for each, own in alike.items()]
     arrays, means = dict(enumerate(leaves)), dict[int, Any]()
     averages: list[Averaged] = []
-    for average_step in _averages(step):
+    rest = step._replace(keep=False, mark=False, watch=False)
+    for turn in range(1 + max((x.turn for x in step.plan.messages), default=0)):
       for own, each in talks:
-        arrays |= zip(own, each.send(of(means, own) if averages else None), strict=True)
+        arrays |= zip(own, each.send(of(means, own) if turn else None), strict=True)
       came = averages[-1].came if averages else ()
-      averages.append(average(average_step, arrays, came))
+      averages.append(average(rest if turn else step, arrays, came, turn))
       means |= {i: x.mean for i, x in averages[-1].leaves.items()}
     found = averages[0].leaves
     count = step.plan.workers if step.plan.is_sum else 1
@@ -105,24 +106,6 @@ class Factors(protocol.LeafCodec, checks.Checked, abc.ABC):
   def row_words(self) -> int:
     rows = [-(-math.prod(side) // self.inner.tile_size) for side in self.sides]
     return sum(rows) * self.inner.row_words
-
-
-def _averages(step: Step) -> list[Step]:
-  """Returns the step of each average: the second has the second message of a leaf."""
-  seen: set[int] = set()
-  parts: tuple[list[Any], list[Any]] = [], []
-  for pair in zip(step.plan.messages, step.later, strict=True):
-    parts[pair[0].leaves[0] in seen].append(pair)
-    seen.update(pair[0].leaves)
-  first, second = (
-    step._replace(
-      plan=step.plan._replace(messages=tuple(message for message, _ in pairs)),
-      later=[keys for _, keys in pairs],
-    )
-    for pairs in parts
-  )
-  rest = second._replace(keep=False, mark=False, watch=False)
-  return [first, rest] if rest.plan.messages else [first]
 
 
 # The rest of a dependent row is rounding: 2**-21 to 2**-18.7 of its length, measured on
