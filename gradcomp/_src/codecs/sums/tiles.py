@@ -132,9 +132,6 @@ class Floats(Tiles):
 
   facts: SumFacts = SumFacts(plain=True, keeps_float64=True, of_rows=False)
 
-  def reduces_shorter(self, rows: int, workers: int) -> bool:
-    return True
-
   def terms(self, rows: Array, workers: int) -> Array:
     return jax.lax.bitcast_convert_type(rows, jnp.float32)
 
@@ -291,9 +288,6 @@ class Chosen(Entries):
 
   codec: ChosenCoder
   facts: SumFacts = _OF_CHOSEN
-
-  def reduces_shorter(self, rows: int, workers: int) -> bool:
-    return True
 
   def terms(self, rows: Array, workers: int) -> Array:
     values = rows[:, self.codec.header_words :]
