@@ -83,7 +83,7 @@ def test_the_largest_are_sent_of_any_data(codec, size):
     own = encoder(codec)(jnp.asarray(x), None)
     used = np.ravel(own.own.used)
     np.testing.assert_array_equal(used, [len(entries.positions) for entries in found])
-    np.testing.assert_array_equal(np.ravel(bound._row.used(rows)), used)
+    np.testing.assert_array_equal(np.ravel(bound.used(rows)), used)
     if codec.range_size is None and codec.dtype == jnp.float32:
       assert own.own.threshold == np.abs(found[0].values).min()
       sent = bound.sums.sent_at(jnp.asarray(rows), size)

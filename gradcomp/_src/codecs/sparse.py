@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Self
 
 import jax
@@ -104,36 +104,37 @@ def _float_words(values: Array) -> Array:
   return sparse.pack_halves(narrow.astype(jnp.uint32))
 
 
-class EntryRow(NamedTuple):
-  """Packs entries of a row of ``size`` elements: ends and places in blocks, values."""
+class EntryRows(SparseRows):
+  """A base of codecs whose rows pack entries: ends and places in blocks, and values."""
 
-  size: int
-  slots: int
   quantize: Quantize | None
-  value_dtype: DTypeLike
+  dtype: DTypeLike
 
   @property
-  def words(self) -> int:
-    """The number of words in a row."""
+  def row_words(self) -> int:
     halves = sparse.half_words(self.slots)
-    values = self.slots if np.dtype(self.value_dtype).itemsize == 4 else halves
+    values = self.slots if np.dtype(self.dtype).itemsize == 4 else halves
     means = {None: values, "asq": 1, "mean": 2}
     return self._blocks + halves + means[self.quantize]
 
-  def encode(self, positions: Array, values: Array) -> tuple[Array, Array]:
+  @abc.abstractmethod
+  def select(self, x: selection.RowView, given: Array | None) -> Array:
+    """Returns positions, ``int32[slots]``, by a threshold, a sign, or None."""
+
+  def pack(self, positions: Array, values: Array) -> tuple[Array, Array]:
     """Packs positions and values of slots; returns words and decoded values."""
-    used = positions < self.size
+    used = positions < self.tile_size
     code = jnp.where(used, positions % self._block, 0).astype(jnp.uint32)
     if self.quantize == "mean":
       code = code | (_is_negative(values).astype(jnp.uint32) * self._block)
-    tail, sent = self._encode_values(values, used)
-    ends = sparse.block_ends(positions, self.size, self._block)
+    tail, sent = self._pack_values(values, used)
+    ends = sparse.block_ends(positions, self.tile_size, self._block)
     return jnp.concatenate([ends, sparse.pack_halves(code), tail]), sent
 
-  def _encode_values(self, values: Array, used: Array) -> tuple[Array, Array]:
+  def _pack_values(self, values: Array, used: Array) -> tuple[Array, Array]:
     """Packs values; returns words and decoded values."""
     if self.quantize is None:
-      narrow = fitted(values, self.value_dtype)
+      narrow = fitted(values, self.dtype)
       return _float_words(narrow), narrow.astype(jnp.float32)
     negative = _is_negative(values)
     groups = [used] if self.quantize == "asq" else [used & ~negative, used & negative]
@@ -141,7 +142,12 @@ class EntryRow(NamedTuple):
     sent = jnp.where(negative, means[-1], means[0])
     return _float_words(jnp.stack(means)), jnp.where(used, sent, 0.0)
 
-  def decode(self, row: Array) -> tuple[Array, Array]:
+  def entries(self, rows: Array) -> tuple[Array, Array]:
+    flat = jax.vmap(self._unpack)(rows.reshape(-1, self.row_words))
+    positions, values = (x.reshape(*rows.shape[:-1], self.slots) for x in flat)
+    return positions, values
+
+  def _unpack(self, row: Array) -> tuple[Array, Array]:
     """Unpacks ``uint32[words]`` to ``int32`` positions and ``float32`` values."""
     ends, rest = row[: self._blocks], row[self._blocks :]
     half = sparse.half_words(self.slots)
@@ -150,14 +156,14 @@ class EntryRow(NamedTuple):
     within = (code % self._block).astype(jnp.int32)
     positions = sparse.slot_blocks(ends, self.slots) * self._block + within
     negative = code >= self._block
-    values = self._decode_values(rest[half:], negative)
-    return jnp.where(used, positions, self.size), jnp.where(used, values, 0.0)
+    values = self._unpack_values(rest[half:], negative)
+    return jnp.where(used, positions, self.tile_size), jnp.where(used, values, 0.0)
 
-  def _decode_values(self, words: Array, negative: Array) -> Array:
+  def _unpack_values(self, words: Array, negative: Array) -> Array:
     """Unpacks values, undefined in unused slots; ``negative`` chooses among means."""
-    if self.quantize is None and np.dtype(self.value_dtype).itemsize == 2:
+    if self.quantize is None and np.dtype(self.dtype).itemsize == 2:
       narrow = sparse.unpack_halves(words, self.slots).astype(jnp.uint16)
-      floats = jax.lax.bitcast_convert_type(narrow, self.value_dtype)
+      floats = jax.lax.bitcast_convert_type(narrow, self.dtype)
       return floats.astype(jnp.float32)
     floats = jax.lax.bitcast_convert_type(words, jnp.float32)
     return jnp.where(negative, floats[-1], floats[0]) if self.quantize else floats
@@ -173,7 +179,7 @@ class EntryRow(NamedTuple):
 
   @property
   def _blocks(self) -> int:
-    return -(-self.size // self._block)
+    return -(-self.tile_size // self._block)
 
 
 class Selected(NamedTuple):
@@ -181,11 +187,6 @@ class Selected(NamedTuple):
 
   threshold: Array  # float32[rows], the smallest magnitude of the last search
   used: Array  # int32[rows], the entries sent in this step
-
-
-# Selects in a row, given a threshold, a sign, or None. Returns positions,
-# ``int32[slots]``, which are the row's size in slots that are not used.
-Select = Callable[[selection.RowView, Array | None], Array]
 
 
 class SelectedEntries(NamedTuple):
@@ -199,23 +200,23 @@ class SelectedEntries(NamedTuple):
 
 
 def encode_leaves(
-  form: EntryRow,
-  select: Select,
+  codec: EntryRows,
   leaves: Sequence[Array],
   matrices: Sequence[Array],
   given: Sequence[Array | None],
 ) -> list[Encoded]:
   """Encodes leaves of one size, given their rows and thresholds or turns."""
   size, count = leaves[0].size, len(matrices[0])
-  every = encode_rows(form, select, matrices, given, copied=size <= selection.COPIED)
+  every = encode_rows(codec, matrices, given, copied=size <= selection.COPIED)
   # Of all leaves at once: leaf by leaf, there would be several programs for each.
-  used = every.positions < form.size
+  used = every.positions < codec.tile_size
   smallest = jnp.where(used, jnp.abs(every.sent), jnp.inf).min(axis=1, initial=jnp.inf)
   threshold = jnp.where(jnp.isfinite(smallest), smallest, 0.0)
-  selected = Selected(threshold, form.used(every.words))
+  selected = Selected(threshold, codec.used(every.words))
   chosen = None
   if size < sparse.COUNTED:
-    start = form.size * jnp.tile(jnp.arange(count, dtype=jnp.int32), len(leaves))
+    row = jnp.tile(jnp.arange(count, dtype=jnp.int32), len(leaves))
+    start = codec.tile_size * row
     nonzero = used & (every.sent != 0)
     chosen = jnp.where(nonzero, start[:, None] + every.positions, size)
   starts = materialize.unknown([i * count for i in range(len(leaves))], every.words)
@@ -231,8 +232,7 @@ def encode_leaves(
 
 
 def encode_rows(
-  form: EntryRow,
-  select: Select,
+  codec: EntryRows,
   matrices: Sequence[Array],
   given: Sequence[Array | None],
   *,
@@ -242,9 +242,9 @@ def encode_rows(
   count = matrices[0].shape[0]
   total = count * len(matrices)
   if not total:
-    empty = jnp.zeros((0, form.slots), jnp.float32)
-    words = jnp.zeros((0, form.words), jnp.uint32)
-    rest = jnp.zeros((0, form.size), jnp.float32)
+    empty = jnp.zeros((0, codec.slots), jnp.float32)
+    words = jnp.zeros((0, codec.row_words), jnp.uint32)
+    rest = jnp.zeros((0, codec.tile_size), jnp.float32)
     return SelectedEntries(words, empty.astype(jnp.int32), empty, empty, rest)
   lines = [jnp.broadcast_to(x, (count,)) for x in given if x is not None]
   every = jnp.concatenate(lines) if lines else None
@@ -255,9 +255,9 @@ def encode_rows(
     row = selection.RowView(views, number)
     if copied:
       row = row.copied()
-    positions = select(row, None if every is None else every[number])
+    positions = codec.select(row, None if every is None else every[number])
     values = row.at(positions)
-    words, sent = form.encode(positions, values)
+    words, sent = codec.pack(positions, values)
     unsent, rest = values - sent, None
     if copied:
       place = row.read(lambda x: x).at[positions]

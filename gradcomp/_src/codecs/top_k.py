@@ -5,7 +5,6 @@ import math
 import sys
 from collections.abc import Hashable, Sequence
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
@@ -26,7 +25,7 @@ _LARGE = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TopK(sparse.SparseRows):
+class TopK(sparse.EntryRows):
   r"""Sends the ``k = ceil(density * n)`` elements of largest magnitude of each leaf.
 
   .. math:: Q(v)_i = v_i \text{ if } |v_i| \ge t, \quad 0 \text{ otherwise}
@@ -133,10 +132,6 @@ class TopK(sparse.SparseRows):
     return Entries(self, facts=OF_BLOCKS.refusing({"grouped": why} if why else {}))
 
   @property
-  def row_words(self) -> int:
-    return self._row.words
-
-  @property
   def papers(self) -> tuple[str, ...]:
     means = ("strom2015scalable",) if self.quantize == "mean" else ()
     return ("stich2018memory", "fang2018redsync", *means)
@@ -180,7 +175,7 @@ class TopK(sparse.SparseRows):
   ) -> list[Encoded]:
     matrices = [protocol.to_tiles(leaf, self) for leaf in leaves]
     given = [self._given(context) for context in contexts]
-    every = sparse.encode_leaves(self._row, self._select, leaves, matrices, given)
+    every = sparse.encode_leaves(self, leaves, matrices, given)
     for i, old in enumerate(given if self.selection == "sampled" else ()):
       if old is not None:
         own = every[i].own
@@ -190,16 +185,7 @@ class TopK(sparse.SparseRows):
 
   def encode_rows(self, tiles: Array, context: Context) -> Array:
     matrices, given = [tiles.reshape(-1, self.tile_size)], [self._given(context)]
-    return sparse.encode_rows(self._row, self._select, matrices, given).words
-
-  def entries(self, rows: Array) -> tuple[Array, Array]:
-    flat = jax.vmap(self._row.decode)(rows.reshape(-1, self.row_words))
-    positions, values = (x.reshape(*rows.shape[:-1], self.slots) for x in flat)
-    return positions, values
-
-  @property
-  def _row(self) -> sparse.EntryRow:
-    return sparse.EntryRow(self.tile_size, self.slots, self.quantize, self.dtype)
+    return sparse.encode_rows(self, matrices, given).words
 
   def _given(self, context: Context) -> Array | None:
     """Returns the thresholds to try first, the sign to send in this step, or None."""
@@ -219,8 +205,7 @@ class TopK(sparse.SparseRows):
     # Zeros have a threshold searched anew.
     return jnp.where(step % self.search_every != 0, memory.own.threshold, 0.0)
 
-  def _select(self, x: RowView, given: Array | None) -> Array:
-    """Returns the positions of the elements of a row to send."""
+  def select(self, x: RowView, given: Array | None) -> Array:
     sign, sent = None, sparse.sent_of(self.density, x.size)
     if self.quantize == "asq":
       sign = jnp.float32(1) if given is None else given
