@@ -56,8 +56,8 @@ def measured_link(
   rules.count("repeats", times)
   over = names if len(names) > 1 else names[0]
   lines = []
-  for case in _cases(over, workers):
-    start, byte = line(_times(case, mesh, over, sizes, times))
+  for case, points in _times(mesh, over, workers, sizes, times):
+    start, byte = line(points)
     lines.append((case, start, byte))
     if talks and jax.process_index() == 0:
       found = f"{1e6 * start:,.0f} us and {8e-9 / byte:,.3f} Gbit/s"
@@ -98,33 +98,33 @@ def _cases(over: AxisName, n: int) -> Iterator[_Case]:
 
 
 def _times(
-  case: _Case, mesh: Mesh, over: AxisName, sizes: Sequence[int], repeats: int
-) -> list[tuple[float, float]]:
-  """Returns, for each size, the bytes that a worker sends and the median seconds."""
+  mesh: Mesh, over: AxisName, workers: int, sizes: Sequence[int], repeats: int
+) -> Iterator[tuple[_Case, list[tuple[float, float]]]]:
+  """Yields of each collective, for each size, the bytes sent and the median seconds."""
   split = P(axis_names(over))
   given: Any = {"mesh": mesh, "in_specs": split, "check_vma": False}
 
   def spread(value: float, count: int, *rest: int) -> jax.Array:
-    workers = math.prod(mesh.shape[name] for name in axis_names(over))
     whole = np.broadcast_to(np.float32(value), (workers * count, *rest))
     return put(whole, NamedSharding(mesh, split))
 
   largest = lambda x: collectives.largest(x, over)
   slowest = jax.jit(jax.shard_map(largest, out_specs=P(), **given))
   meet = lambda seconds: float(slowest(spread(seconds, 1))[0])
-  flat = lambda x: case.run(x).reshape(-1)
-  run = jax.jit(jax.shard_map(flat, out_specs=split, **given))
-  points: list[tuple[float, float]] = []
-  for size in sizes:
-    share = case.sent * case.lines * 4  # bytes, for a word of each line
-    line = form(math.ceil(size / share))  # as exchanges send it
-    x = spread(1, case.lines, *line)
-    send = run.lower(x).compile()
-    if not points:
-      jax.block_until_ready(send(x))  # makes the connections
-    seconds = _median(functools.partial(send, x), repeats, meet)
-    points.append((float(share * math.prod(line)), seconds))
-  return points
+  for case in _cases(over, workers):
+    flat = lambda x, case=case: case.run(x).reshape(-1)
+    run = jax.jit(jax.shard_map(flat, out_specs=split, **given))
+    points: list[tuple[float, float]] = []
+    for size in sizes:
+      share = case.sent * case.lines * 4  # bytes, for a word of each line
+      line = form(math.ceil(size / share))  # as exchanges send it
+      x = spread(1, case.lines, *line)
+      send = run.lower(x).compile()
+      if not points:
+        jax.block_until_ready(send(x))  # makes the connections
+      seconds = _median(functools.partial(send, x), repeats, meet)
+      points.append((float(share * math.prod(line)), seconds))
+    yield case, points
 
 
 def measured_speed(codec: LeafCodec, elements: int, repeats: int) -> dict[str, float]:
