@@ -30,12 +30,9 @@ def test_numbers_agree_with_the_papers_and_with_those_that_were_kept():
     assert (entry.get("printed"), entry["verdict"]) == (row.printed, row.verdict)
 
 
-def test_a_profile_holds_its_bytes_and_a_crossover_is_one():
+def test_a_profile_holds_its_bytes():
   found = wen.strong_scaling_seconds(0.5, 1e6, 4, 1, wen.ETHERNET, profiled_bytes=244e6)
   assert found == pytest.approx((0.5 - 244e6 / 10e9) / 4 + 1e6 / 10e9 * 3, rel=1e-12)
-  case = 64, fang.LINK, fang.SPEEDS
-  sparse = fang.sparse_seconds(1e6, fang.crossover_density(1e6, *case), *case)
-  assert sparse == pytest.approx(fang.dense_seconds(1e6, *case), rel=1e-12)
 
 
 ROWS = """
@@ -45,7 +42,7 @@ dettmers.cluster_pass(100) -> `sub_batch`
 dettmers.cluster_speedup(nan) -> `total`
 wen.strong_scaling_seconds(1e-3, 244e6, 1, 1, wen.ETHERNET) -> `profiled
 wen.gain(1, 1, 1, 1, wen.ETHERNET, ratio=0) -> `ratio`
-wen.pull_bits(0) ; fang.crossover_density(1, 1, LINK) -> `workers`
+wen.pull_bits(0) -> `workers`
 fang.sparse_seconds(1, 1.1, 2, LINK) -> `density`
 fang.dense_seconds(-1, 2, LINK) -> `elements`
 han.aps_seconds([0], 2, LINK) -> `elements`

@@ -92,17 +92,16 @@ def dense_penalty_seconds(bits: Bits) -> float:
 
 
 def single_node_speedup(
-  penalty: float, *, forward_backward: float = FORWARD_BACKWARD, gpus: int = 4
+  penalty: float, *, forward_backward: float = FORWARD_BACKWARD
 ) -> float:
-  """Returns the speed-up of a node over one GPU (section 5.1.3).
+  """Returns the speed-up of a node of 4 GPUs over one (section 5.1.3).
 
-  ``G T / (T - F + conv + G f + penalty)``, where F and f are the seconds of the fully
-  connected layers on one GPU and sharded over G. There are as many sub-batches as GPUs.
-  The paper has f only for 4.
+  ``4 T / (T - F + conv + 4 f + penalty)``, where F and f are the seconds of the fully
+  connected layers on one GPU and sharded. There are as many sub-batches as GPUs.
   """
   whole = _whole(forward_backward)
-  parallel = LAST_CONVOLUTION + count("gpus", gpus) * DENSE_PARALLEL
-  return gpus * whole / (whole - DENSE + parallel + at_least_0("penalty", penalty))
+  parallel = LAST_CONVOLUTION + 4 * DENSE_PARALLEL
+  return 4 * whole / (whole - DENSE + parallel + at_least_0("penalty", penalty))
 
 
 def message_bytes(sub_batch: int, bits: Bits) -> float:

@@ -10,7 +10,6 @@ in its text.
 Fang et al., RedSync, 2018, section 2.3.
 """
 
-import math
 from typing import NamedTuple
 
 from gradcomp._src.checks import instance_of
@@ -86,33 +85,6 @@ def bandwidth_ratio(
   """Returns the ratio of sparse to dense bytes: ``p D e / 8``."""
   entry_bytes = above_0("entry_bytes", entry_bytes)
   return count("workers", workers) * _density(density) * entry_bytes / 8
-
-
-def crossover_density(
-  elements: float,
-  workers: int,
-  link: Link,
-  speeds: Speeds = FREE,
-  *,
-  entry_bytes: float = INDEX_AND_VALUE,
-) -> float:
-  """Returns the density at which sparse and dense take equal time; below, sparse wins.
-
-  It is above 1 where sparse always wins, and negative where selecting by itself takes
-  longer than dense.
-
-  >>> fast = Link(latency=0.0, bytes_per_second=1e9)
-  >>> round(crossover_density(1e6, 64, fast, entry_bytes=6), 4)
-  0.0208
-  """
-  if count("workers", workers) == 1:
-    raise ValueError("`workers` must be at least 2: one worker sends nothing.")
-  elements = above_0("elements", elements)
-  dense = dense_seconds(elements, workers, link, speeds)
-  # The sparse seconds are linear in the density.
-  whole = sparse_seconds(elements, 1.0, workers, link, speeds, entry_bytes=entry_bytes)
-  fixed = elements * speeds.select + math.log2(workers) * link.latency
-  return (dense - fixed) / (whole - fixed)
 
 
 def crossover_workers(density: float, *, entry_bytes: float = INDEX_AND_VALUE) -> float:

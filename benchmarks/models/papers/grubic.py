@@ -29,7 +29,7 @@ def _figures() -> dict[str, dict[str, Speeds]]:
 
   In figure 10 most of AlexNet's rows are lost, ResNet110's rows of 32 and 16 bits,
   VGG19's row of 32 bits, and ResNet50's of 16. "1bit" is CNTK's 1-bit SGD, whose
-  buckets are columns; "1bit*" has buckets of 64 elements.
+  buckets are columns; "1bit*" has buckets of 64 elements. "alone" is one GPU.
   """
   found: dict[str, dict[str, Speeds]] = {}
   _, *rows = csv.reader(Path(__file__).with_suffix(".csv").read_text().splitlines())
@@ -41,18 +41,9 @@ def _figures() -> dict[str, dict[str, Speeds]]:
 
 
 _FIGURES = _figures()
-MPI, NCCL = _FIGURES.values()
+MPI, NCCL, _ALONE = _FIGURES.values()
 GPUS = {"MPI": (2, 4, 8, 16), "NCCL": (2, 4, 8)}
-# In 32 bits, on one GPU.
-ONE_GPU = {
-  "AlexNet": 240.80,
-  "BN-Inception": 88.30,
-  "ResNet50": 47.20,
-  "ResNet110": 343.70,
-  "ResNet152": 16.90,
-  "VGG19": 12.40,
-}
-
+ONE_GPU = {network: of[32][0] for network, of in _ALONE.items()}
 BUCKETS = {16: 8192, 8: 512, 4: 512, 2: 128}  # elements with one scale of 32 bits
 EPOCHS = {  # figure 3
   "AlexNet": 112,
