@@ -38,9 +38,7 @@ def trainer(task: Task, source: tasks.Source, setting: settings.Setting) -> Trai
   axes_of = _axes if in_place else own
 
   @functools.partial(jax.jit, static_argnames="together")
-  def gradients(
-    params, moved, arrays, indices, numbers, options, together=source.recurrent
-  ):
+  def gradients(params, moved, arrays, indices, numbers, options, together):
     """Computes workers' losses and gradients, at ``moved`` if they moved apart."""
 
     def of_one(moved: Any, worker: jax.Array, *indices: Any) -> Any:
@@ -87,21 +85,20 @@ def trainer(task: Task, source: tasks.Source, setting: settings.Setting) -> Trai
     options = {"rng": jax.random.key((seed << 24) + number)} if task.drops else {}
     return (*of_workers(batch, workers), np.arange(workers)), options
 
-  def whole(carry: Any, given: Any) -> Any:
-    (*indices, numbers), options = given
-    moved = at(*carry[:2])
-    found = gradients(carry[0], moved, arrays, indices, numbers, options, together=True)
-    return update(carry, [found])
-
-  def step(seed: int, carry: Any, batch: Any, number: int) -> Any:
-    parts, options = drawn(seed, batch, number)
+  def whole(carry: Any, given: Any, size: int = workers, together: bool = True) -> Any:
+    """Takes a step, with the gradients of so many workers at a time."""
+    parts, options = given
     moved = at(*carry[:2])
     found = []
-    for i in range(0, workers, _TOGETHER):
-      *indices, numbers = (x[i : i + _TOGETHER] for x in parts)
-      here = jax.tree.map(lambda x, i=i: x[i : i + _TOGETHER], moved)
-      found.append(gradients(carry[0], here, arrays, indices, numbers, options))
+    for i in range(0, workers, size):
+      *indices, numbers = (x[i : i + size] for x in parts)
+      here = jax.tree.map(lambda x, i=i: x[i : i + size], moved)
+      own = carry[0], here, arrays, indices, numbers, options
+      found.append(gradients(*own, together=together))
     return update(carry, found)
+
+  def step(seed: int, carry: Any, batch: Any, number: int) -> Any:
+    return whole(carry, drawn(seed, batch, number), _TOGETHER, source.recurrent)
 
   def test(seed: int, carry: Any, number: int, loss: float) -> Any:
     params, kept, state = carry
