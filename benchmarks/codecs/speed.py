@@ -27,6 +27,7 @@ from benchmarks.compilers.codecs import NVFP4, mean
 from gradcomp import codecs, contrib
 from gradcomp._src.codecs import encoding, protocol
 from gradcomp._src.cost.measure import updates
+from gradcomp._src.cost.planner.candidates import CANDIDATES
 from gradcomp._src.exchange.layout import materialized, plan_rows
 from gradcomp._src.kernels.selection import RowView
 
@@ -61,11 +62,8 @@ CODECS: dict[str, codecs.Codec] = {
   "dense-bf16": codecs.Dense(dtype=jnp.bfloat16),
   "dense-f16": codecs.Dense(dtype=jnp.float16),
 }
-SPARSE = {
-  "top 1 %": codecs.TopK(density=0.01),
-  "top 0.1 %": codecs.TopK(density=0.001),
-  "top 0.1 % ASQ": codecs.TopK(density=0.001, quantize="asq"),
-}
+NAMES = {codec: name for name, codec in CODECS.items()}
+SPARSE: Any = {x.name: x.codec for x in CANDIDATES if x.density}
 # Of each kind: with its residual known, with fitted levels, with a shared scale, and
 # with sums in its format.
 QUICK = ("qsgd-4", "qsgd-2 nonuniform", "onebit-64", "terngrad", "linear", "aps-5-2")

@@ -5,7 +5,7 @@
 
 Of each candidate it has the points of accuracy by which it ended above float32 in each
 setting: the mean over seeds of the differences, seed by seed, and half of its interval
-of 95 %. Those of study/command.py and of its queue count, and three tables of digits. A
+of 95 %. Those of the study and of its queue count, and three tables of digits. A
 candidate of which no training saw all of its data once has none, and so has one that
 nobody trained.
 """
@@ -40,26 +40,20 @@ NAMES: dict[str, tuple[str, ...]] = {
 }
 
 
-# The name of a codec there, its record, and whether it saw all of its data.
-Training = tuple[str, Record, bool]
-
-
-def training(
-  codec: str, task: str, optimizer: str, workers: int, found: Spread, ended: bool = True
-) -> Training:
-  numbers = found.count, round(found.mean, 2), round(found.half, 2)
-  return codec, Record(task, optimizer, workers, *numbers), ended
+# The name of a codec there, the task, the optimizer and the workers, the points above
+# float32, and whether it saw all of its data.
+Training = tuple[str, tuple[str, str, int], Spread, bool]
 
 
 def of_study(study: Study) -> Iterator[Training]:
-  """Yields the trainings of study/command.py and of its queue."""
+  """Yields the trainings of the study and of its queue."""
   for group in study.groups:
     x = group.setting
     where = f"{x.network} on {x.dataset}", x.optimizer, x.workers
     ended = x.steps * x.batch >= _EPOCH * x.epoch
     for codec in group.runs:
       if codec != "f32" and (found := group.difference(codec)):
-        yield training(codec, *where, found, ended)
+        yield codec, where, found, ended
 
 
 def of_digits() -> Iterator[Training]:
@@ -74,14 +68,14 @@ def of_digits() -> Iterator[Training]:
       for codec, ours in ends.items():
         found = spread([a - b for a, b in zip(ours, ends["f32"], strict=True)])
         if found.count > 1:
-          yield training(codec, of, optimizer, int(workers), found)
+          yield codec, (of, optimizer, int(workers)), found, True
   seeds: dict[str, dict[str, float]] = {}
   with (cli.RESULTS / "training" / "digits_lenet_3_seeds.csv").open() as file:
     for row in csv.DictReader(file):  # the last of each training counts
       seeds.setdefault(row["codec"], {})[row["seed"]] = float(row["test_accuracy"])
   for codec, each in seeds.items():
     found = spread([100 * (x - seeds["f32"][i]) for i, x in each.items()])
-    yield training(codec, of, "sgd", 8, found)
+    yield codec, (of, "sgd", 8), found, True
 
 
 def accuracies(study: Study) -> dict[str, list[Record]]:
@@ -89,9 +83,11 @@ def accuracies(study: Study) -> dict[str, list[Record]]:
   every = [*of_study(study), *of_digits()]
   made = {}
   for name, codecs in NAMES.items():
-    own = [(record, ended) for codec, record, ended in every if codec in codecs]
-    some = any(ended for _, ended in own)
-    made[name] = [record for record, _ in own] if some else []
+    own = [found for found in every if found[0] in codecs]
+    some = any(ended for *_, ended in own)
+    rounded = lambda x: (x.count, round(x.mean, 2), round(x.half, 2))
+    found = [Record(*where, *rounded(points)) for _, where, points, _ in own]
+    made[name] = found if some else []
   return made
 
 

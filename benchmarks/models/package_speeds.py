@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.codecs.speed import SPARSE
+from benchmarks.codecs.speed import NAMES as TITLES
 from benchmarks.common import cli, quiet, timing
 from benchmarks.compilers import record as compiled
 from benchmarks.compilers.codecs import CODECS, OPERATIONS
@@ -42,20 +42,8 @@ _FEW, _MANY = 4, 36  # payloads
 # multiply and add (docs.cloud.google.com/tpu/docs/v5e).
 CLOCK = 197e12 / (4 * 128 * 128 * 2)
 
-# Candidates of gradcomp.cost.plan by their names in codecs/speed.py.
-NAMES = {
-  "bfloat16": "dense-bf16",
-  "QSGD-8": "qsgd-8",
-  "QSGD-4": "qsgd-4",
-  "1-bit": "onebit-64",
-  "TernGrad": "terngrad",
-  "APS (5, 2)": "aps-5-2",
-  "APS (4, 3)": "aps-4-3",
-}
-IN_BUCKETS = {
-  "QSGD-2": codecs.QSGD(bits=2, bucket_size=128),
-  "QSGD-2 fitted": codecs.QSGD(bits=2, bucket_size=128, levels="nonuniform"),
-}
+# Candidates of gradcomp.cost.plan that codecs/speed.py times, by their names there.
+NAMES = {x.name: TITLES[x.codec] for x in CANDIDATES if x.codec in TITLES}
 
 
 def in_copies(codec: codecs.QSGD, size: int, repeats: int) -> cost.CodecSpeed:
@@ -152,13 +140,14 @@ def timed(quick: bool) -> dict[str, Mapping[str, float]]:
   quiet.keep(unless=quick)
   rows = json.loads((cli.RESULTS / "codecs" / FILE).read_text())
   speeds: dict[str, Mapping[str, float]] = {}
-  for name, title in NAMES.items():
-    times = rows[f"{title}, {1 << 24}"]["seconds"]
-    speeds[name] = rounded(codec_speed(times, _COPY / times["copy"]))
-  for name, quantizer in IN_BUCKETS.items():
-    speeds[name] = rounded(in_copies(quantizer, size, repeats))
-  for name, codec in SPARSE.items():
-    speeds[name] = rounded(measured(codec, size, repeats))
+  for x in CANDIDATES:
+    if x.name in NAMES:
+      times = rows[f"{NAMES[x.name]}, {1 << 24}"]["seconds"]
+      found = codec_speed(times, _COPY / times["copy"])
+    else:
+      measure = measured if isinstance(x.codec, codecs.TopK) else in_copies
+      found = measure(x.codec, size, repeats)
+    speeds[x.name] = rounded(found)
   return speeds
 
 
