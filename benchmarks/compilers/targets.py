@@ -7,6 +7,7 @@ and makes its mesh. `prepare` sets the environment, before JAX is imported.
 import os
 import pathlib
 import shutil
+import tomllib
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Any, Literal, NamedTuple
@@ -26,25 +27,11 @@ _TPU = {
 }
 
 
-class Chip(NamedTuple):
-  """A GPU, as XLA asks it to describe itself."""
-
-  cores: int  # streaming multiprocessors
-  bandwidth: float  # bytes a second of the memory
-  memory: float  # bytes
-  cache: int  # bytes of the second level
-  clock: float  # GHz
-  capability: tuple[int, int]  # the compute capability
-
-
-CHIPS = {
-  "NVIDIA H100 80GB HBM3": Chip(132, 3.35e12, 80e9, 50 << 20, 1.98, (9, 0)),
-  "NVIDIA H200": Chip(132, 4.8e12, 150e9, 50 << 20, 1.98, (9, 0)),
-  "NVIDIA B200": Chip(148, 8e12, 180e9, 126 << 20, 1.965, (10, 0)),
-}
-
-# Text of XLA's GpuTargetConfigProto. What is not of a `Chip` is equal on all of them.
-_CONFIG = pathlib.Path(__file__).with_name("templates") / "gpu.textproto"
+# Of GPUs by their kinds, and text of XLA's GpuTargetConfigProto. What is not of a kind
+# is equal on all of them.
+_TEMPLATES = pathlib.Path(__file__).with_name("templates")
+GPUS = tomllib.loads((_TEMPLATES / "gpus.toml").read_text())
+_CONFIG = (_TEMPLATES / "gpu.textproto").read_text()
 
 
 class Target(NamedTuple):
@@ -53,7 +40,7 @@ class Target(NamedTuple):
   topology: str  # as the platform's compiler names it
   platform: str = "tpu"  # ``"tpu"`` or ``"cuda"``
   slices: int = 1  # of TPUs, with a data center's network between them
-  kind: str = ""  # of a GPU, see ``CHIPS``
+  kind: str = ""  # of a GPU, one of ``GPUS``
 
   def missing(self) -> str | None:
     """Names the package that compiles for the target and is not here, or None."""
@@ -72,9 +59,7 @@ class Target(NamedTuple):
     name: str = self.topology
     options: dict[str, Any] = {"num_slices": self.slices} if self.slices > 1 else {}
     if self.platform == "cuda":  # its name is an option
-      chip = CHIPS[self.kind]
-      whole = {"bandwidth": int(chip.bandwidth), "memory": int(chip.memory)}
-      config = _CONFIG.read_text().format(chip=chip, kind=self.kind, **whole)
+      config = _CONFIG.format(kind=self.kind, **GPUS[self.kind])
       name, options = "", {"topology": name, "target_config": config}
     topology = topologies.get_topology_desc(name, self.platform, **options)
     return sorted(topology.devices, key=lambda d: getattr(d, "slice_index", 0) or 0)
