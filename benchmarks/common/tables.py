@@ -1,6 +1,7 @@
 """Formats what the tables of results have in common."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -21,3 +22,9 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
   """
   every = [header, ["---"] * len(header), *lines]
   return "\n".join(f"| {' | '.join(cells)} |" for cells in every)
+
+
+def page(module: str, name: str, **given: Any) -> str:
+  """Fills a template of a page, which is in a folder beside the file of a module."""
+  path = Path(module).with_name("templates") / f"{name}.md"
+  return path.read_text().removesuffix("\n").format(**given)

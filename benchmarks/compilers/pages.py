@@ -5,21 +5,19 @@ import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from benchmarks.common.tables import table
+from benchmarks.common.tables import page, table
 from benchmarks.compilers import bars, record, targets
 
 Row = Mapping[str, Any]
 
 _BROKEN = "**does not compile**"
-_HEADS = pathlib.Path(__file__).with_name("templates")
 
 
 def head(kind: str, rows: Iterable[Row], **more: Any) -> str:
   """Returns the top of a page, with the versions of the compilers that made it."""
   found = {tuple(row["versions"].items()) for row in rows if "error" not in row}
   each = (", ".join(f"{k} {v}" for k, v in versions) for versions in sorted(found))
-  text = (_HEADS / f"{kind}.md").read_text()
-  return text.format(versions="; ".join(each), **more) + "\n"
+  return page(__file__, kind, versions="; ".join(each), **more) + "\n\n"
 
 
 def line(kind: str, row: Row) -> str:

@@ -24,12 +24,11 @@ from collections import Counter
 from typing import Any, NamedTuple
 from unittest import mock
 
-from benchmarks.common import cli
+from benchmarks.common import cli, tables
 from benchmarks.compilers import targets
 
 RESULTS = cli.RESULTS / "gpu" / "ptx_check.md"
 SIZES = (2**26, 2**26 + 77)
-_HEAD = pathlib.Path(__file__).with_name("ptx_check.md")  # the top of the table
 _QUICK = ["float_cast (3, 0) nearest_even", "one_bit bucket 512"]
 
 # Of an H100: bytes and clocks a second, and threads' instructions a clock.
@@ -240,10 +239,10 @@ def main() -> None:
     lines, wrong = check({name: CASES[name] for name in names}, dump)
   release = re.search(r"release [\d.]+", version)
   named = f"ptxas {release[0] if release else ''}"
-  head = _HEAD.read_text().format(version=jax.__version__, ptxas=named)
+  head = tables.page(__file__, "ptx_check", version=jax.__version__, ptxas=named)
   if output := options.output or (None if options.quick else RESULTS):
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(head + "\n".join(lines) + "\n")
+    output.write_text("\n".join([head, *lines]) + "\n")
   print(f"{len(lines)} programs, in {output or 'no file'}")
   if wrong:
     sys.exit("\n".join(["These are not as they should be:", *wrong]))

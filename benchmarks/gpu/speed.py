@@ -27,7 +27,7 @@ import pathlib
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,21 +46,15 @@ _COMPILERS = 8  # threads
 _QUICK = ["qsgd 4 bit nearest", "eight_bit linear, nearest"]
 
 Call = Callable[[jax.Array], Any]  # runs a program on a gradient
-
-
-class Program(NamedTuple):
-  """One compiled implementation of a case."""
-
-  row: dict[str, Any]  # its entry in the results
-  call: Call
-  bytes: int  # the fewest bytes that it moves
+Program = tuple[dict[str, Any], Call]  # with its entry in the results
 
 
 def compiled(
   case: Case, implementation: Implementation, x: jax.Array, whole: bool = False
 ) -> Program:
   """Compiles a kernel, or its codec's whole encoder, for gradients like ``x``."""
-  row = {"case": case.name + " whole" * whole, "implementation": implementation}
+  row: dict[str, Any] = {"case": case.name + " whole" * whole}
+  row["implementation"] = implementation
   operands: tuple[jax.Array, ...] = ()
   if whole:
     codec = dataclasses.replace(case.codec, implementation=implementation)
@@ -74,8 +68,8 @@ def compiled(
   row |= {"elements": x.size, "compile_seconds": time.perf_counter() - start}
   outputs = jax.tree.leaves(jax.eval_shape(function, x, *operands))
   moved = [x] * (1 + whole) + [*operands, *outputs]
-  size = sum(math.prod(a.shape) * a.dtype.itemsize for a in moved)
-  return Program(row, lambda x: program(x, *operands), size)
+  row["floor_bytes"] = sum(math.prod(a.shape) * a.dtype.itemsize for a in moved)
+  return row, lambda x: program(x, *operands)
 
 
 def gradients_like(size: int) -> list[jax.Array]:
@@ -111,20 +105,20 @@ def measure(programs: list[Program], xs: list[jax.Array], rounds: int) -> list[A
   nothing, tiny = jax.jit(lambda x: x + 1), jnp.zeros(8)
   calls: dict[str, Call] = {"copy": jax.jit(jnp.copy)}
   calls["nothing"] = lambda x: nothing(tiny)
-  calls |= {str(number): program.call for number, program in enumerate(programs)}
+  calls |= {str(number): call for number, (_, call) in enumerate(programs)}
   rows, seconds = [], times(calls, xs, rounds)
   copied = 2 * xs[0].nbytes / seconds["copy"]
-  for number, program in enumerate(programs):
+  for number, (row, _) in enumerate(programs):
     taken = seconds[str(number)]
+    rate = row["floor_bytes"] / taken
     found = {
       "seconds": taken,
-      "floor_bytes": program.bytes,
-      "bytes_per_second": program.bytes / taken,
+      "bytes_per_second": rate,
       "copy_bytes_per_second": copied,
-      "share_of_copy": program.bytes / taken / copied,
+      "share_of_copy": rate / copied,
       "launch_bound": taken < 1.5 * seconds["nothing"],
     }
-    rows.append(program.row | found)
+    rows.append(row | found)
     print(*_cells(rows[-1]), sep=", ", flush=True)
   return rows
 
@@ -191,15 +185,10 @@ def write(path: pathlib.Path, rows: list[Any], missing: list[str]) -> None:
   cli.write_json(path, found)
   header = ["case", "elements", "implementation", "time, us", "GB/s", "share of a copy"]
   ordered = sorted(rows, key=lambda row: (row["case"], row["elements"]))
-  paragraphs = [
-    "# Encoders on a GPU",
-    f"`make gpu-check`, {found['device']}, JAX {found['jax']}, {found['date']}. Bytes "
-    "are the fewest there are; the share is of the bytes a second of a device copy in "
-    "the same loop. A star: the GPU waits for the host.",
-    tables.table(header, list(map(_cells, ordered))),
-    "\n".join(f"Not measured: {line}" for line in missing),
-  ]
-  path.with_suffix(".md").write_text("\n\n".join(paragraphs).rstrip() + "\n")
+  given = {"table": tables.table(header, list(map(_cells, ordered)))}
+  given["missing"] = "\n".join(f"Not measured: {line}" for line in missing)
+  page = tables.page(__file__, "speed", **found | given)
+  path.with_suffix(".md").write_text(page.rstrip() + "\n")
 
 
 def main(arguments: list[str] | None = None) -> None:

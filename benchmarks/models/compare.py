@@ -70,16 +70,7 @@ def digits(number: float) -> str:
 
 
 def page(rows: list[Number]) -> str:
-  parts = [
-    "# What the papers predict, recomputed\n\n"
-    "Made by `python -m benchmarks.models.compare`; "
-    "[the models' page](../../models/README.md) says what it means.\n\n"
-    "* *agrees*: the model gives the printed number, within the relative tolerance "
-    "beside it.\n"
-    "* *wrong*: the paper's own inputs give another number.\n"
-    "* *open*: the number depends on what the paper does not print.\n"
-    "* *ours*: the paper prints none.\n"
-  ]
+  parts = [tables.page(__file__, "compare") + "\n"]
   for paper, group in itertools.groupby(rows, lambda row: row.paper):
     lines = []
     for row in group:

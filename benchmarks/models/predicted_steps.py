@@ -29,6 +29,7 @@ import gradcomp
 from benchmarks.common import cli, tables
 from benchmarks.compilers import overlap, record
 from benchmarks.models.package_speeds import CLOCK
+from benchmarks.pages import records
 from gradcomp import cost
 from gradcomp._src.cost.exchange import Breakdown
 
@@ -134,10 +135,8 @@ def four_bits(cluster: cost.Cluster) -> Breakdown:
 
 def encoder() -> float:
   """Returns the bytes an element of the encoder's kernel, which the memory limits."""
-  page = (cli.RESULTS / "gpu" / "ptx_check.md").read_text()
-  lines = [line[2:-2].split(" | ") for line in page.splitlines() if line[:2] == "| "]
-  (found,) = [line for line in lines if line[0] == "qsgd 4 bit, 67,108,864"]
-  row = dict(zip(lines[0], found, strict=True))
+  found = {row["kernel"]: row for row in records.rows("ptx_check.md")}
+  row = found["qsgd 4 bit, 67,108,864"]
   assert row["bound by"] == "memory"
   return float(row["bytes an element"])
 
@@ -170,16 +169,8 @@ def page(found: Iterable[Mapping[str, Any]]) -> str:
     lines.append([x["machines"], f"{x['tokens']:,}", x["exchange"], *cells])
   header = "machines,tokens,exchange,products,codec,in the slice,network"
   header += ",behind the loop,inside,of it waits"
-  paragraphs = [
-    "# Steps with an exchange behind the loop and inside, predicted",
-    "A model, of compilers' estimates and data sheets: nothing ran. "
-    "`python -m benchmarks.models.predicted_steps` writes this file, and says what is "
-    "assumed. Milliseconds of a step of a device. *Tokens* are those of a device. "
-    "*Products*, *codec*, *in the slice* and *network*: each alone, of all layers, as "
-    "inside. *Of it waits*: what of the network nothing hides there.",
-    tables.table(header.split(","), lines),
-  ]
-  return "\n\n".join(paragraphs) + "\n"
+  table = tables.table(header.split(","), lines)
+  return tables.page(__file__, "predicted_steps", table=table) + "\n"
 
 
 def main() -> None:
