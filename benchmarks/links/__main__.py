@@ -65,10 +65,10 @@ def measure(case: Any, args: argparse.Namespace) -> None:
     speed = links_hosts.bits_per_second(cell["rate"])
     cell["load_and_cores"] = [os.getloadavg()[0], float(os.cpu_count() or 1)]
     count, delay = cell["hosts"], getattr(args, "round_trip", 0.0) / 1e3
-    with launch.network(count, cell["rate"], delay) as hosts:
-      probe = launch.probed(hosts, speed, 2.0 if delay else 0.5)
-      cell["probe"], cell["round_trip"] = probe.bytes_a_second, probe.round_trip
-      if probe.reached:
+    with links_hosts.network(count, cell["rate"], delay) as hosts:
+      probed = launch.probed(hosts, speed, 2.0 if delay else 0.5)
+      cell["probe"], cell["round_trip"], reached = probed
+      if reached:
         case.measure(hosts, cell, args)
     found = getattr(case, "joined", results.replaced)(found, cell)
     cli.write(args.output, file, found, case.markdown(found))

@@ -32,8 +32,9 @@ from benchmarks.common import cli, tables
 from benchmarks.links import launch, process, results
 from benchmarks.links.hosts import Host, bits_per_second
 from benchmarks.models.papers import dettmers
+from benchmarks.study.model_parallel.ways import ARMS
 from examples.lib.cut_layers import sub_batches
-from gradcomp import codecs, parallel
+from gradcomp import parallel
 
 FILE = "parallel_links"
 QUICK = "2 hosts, small arrays, 1 repeat"
@@ -43,11 +44,6 @@ OPTIONS = {
   "repeats": cli.Option(5, 1, "at most 2 below 500 Mbit/s"),
 }
 PLAIN = "lax"  # JAX's own collective, in float32
-_TYPES: Any = ("dynamic_tree", "linear", "mantissa", "static_tree")
-CODECS: dict[str, codecs.Codec] = {
-  "f32": codecs.Dense(),
-  **{dtype: codecs.EightBit(dtype=dtype) for dtype in _TYPES},
-}
 
 
 def compiled(mesh: Mesh, function: Any, *shapes: tuple[int, ...]) -> process.Timed:
@@ -72,7 +68,7 @@ def transfer(
   if kind == "scatter":
     plain = functools.partial(lax.psum_scatter, scatter_dimension=axis, **way)
     ours, shape[axis] = parallel.psum_scatter, shape[axis] * mesh.size
-  own = lambda x: ours(x, axis_name="data", axis=axis, codec=CODECS[codec])
+  own = lambda x: ours(x, axis_name="data", axis=axis, codec=ARMS[codec])
   return compiled(mesh, plain if codec == PLAIN else own, tuple(shape))
 
 
@@ -95,7 +91,7 @@ def whole_step(
 ) -> process.Timed:
   """Computes the gradients of the layer and of its inputs, in so many passes."""
   way: dict[str, Any] = {"axis_name": "data", "passes": passes, "prefetch": ahead}
-  way["codec"] = CODECS[codec]
+  way["codec"] = ARMS[codec]
   losses = lambda w, x: sub_batches(lambda batch, _: layer(w, batch), x, **way)
   grads = jax.grad(lambda w, x: jnp.sum(losses(w, x)), (0, 1))
   return compiled(mesh, grads, (inputs, outputs // mesh.size), (rows, inputs))
@@ -133,7 +129,7 @@ def syncs(sizes: Sizes, hosts: int) -> list[Name]:
     [kind, codec, sizes.samples, width // hosts, 1]
     for kind in ("gather", "scatter")
     for width in sizes.sent
-    for codec in (PLAIN, *CODECS)
+    for codec in (PLAIN, *ARMS)
   ]
 
 
@@ -196,12 +192,7 @@ def measure(hosts: list[Host], cell: dict[str, Any], args: argparse.Namespace) -
 
 
 def markdown(found: dict[str, Any]) -> str:
-  head = (
-    "# Activations over limited links\n\n"
-    "Medians in milliseconds. `python -m benchmarks.links activations` writes this "
-    "file, and says what is measured."
-  )
-  return results.page(found, head, "programs", _tables)
+  return results.page(found, tables.page(__file__, "activations"), "programs", _tables)
 
 
 def _tables(run: dict[str, Any]) -> list[str]:
@@ -216,15 +207,7 @@ def _tables(run: dict[str, Any]) -> list[str]:
     lines.append([kind, f"[{shape[0]}, {shape[1] * hosts}/{hosts}]", codec])
     lines[-1] += [f"{1e3 * own:.1f}", f"{entry['bytes_sent'] / 1e6:.2f}", bound]
     lines[-1] += [f"{x / own:.2f}" for x in plain]
-  found = [
-    "Activations (gather) and errors (scatter). *Wire*: what the bytes need at the "
-    "rate. The last columns say how many times as fast it is as JAX's own collective, "
-    "and as ours in float32.",
-    tables.table(["", "", "", "ms", "MB sent", "wire", "x lax", "x f32"], lines),
-    f"A step, {sizes.samples} samples of each host, {sizes.inputs} inputs, "
-    f"{sizes.outputs} outputs. *Ahead*: the next pass is gathered before the product. "
-    "*Model*: from the transfers and products of a pass, each measured alone.",
-  ]
+  sent = tables.table(["", "", "", "ms", "MB sent", "wire", "x lax", "x f32"], lines)
   steps = []
   for codec, passes in itertools.product(_STEPS, sizes.passes):
     model = predicted(seconds, sizes, hosts, codec, passes)
@@ -235,7 +218,8 @@ def _tables(run: dict[str, Any]) -> list[str]:
     steps.append([codec, str(passes), *(f"{1e3 * x:.0f}" for x in numbers)])
   header = "sent,passes,ahead,not ahead,model,model not ahead,paper's rule"
   header += ",gather,scatter,forward,both products"
-  return [*found, tables.table(header.split(","), steps)]
+  given = {"sent": sent, "steps": tables.table(header.split(","), steps)}
+  return [tables.page(__file__, "activations_run", **sizes._asdict() | given)]
 
 
 def report(mesh: Mesh, options: dict[str, Any]) -> dict[str, Any]:

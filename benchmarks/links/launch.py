@@ -9,12 +9,11 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.common import cli, quiet
 from benchmarks.links import hosts as links_hosts
 
-network = links_hosts.network
 _REACHED = 0.7  # of the rate, or it is not measured
 MALLOC = {
   "MALLOC_ARENA_MAX": "1",
@@ -56,23 +55,19 @@ def run_workers(
     return [json.loads(output.read_text()) for output in outputs]
 
 
-class Probe(NamedTuple):
-  """Holds what raw TCP finds on links."""
-
-  bytes_a_second: list[float]  # that each host receives
-  round_trip: float  # seconds to another host and back
-  reached: bool  # whether links of their rate may be measured
-
-
 def probed(
   hosts: list[links_hosts.Host], speed: float | None, seconds: float = 0.5
-) -> Probe:
-  """Sends raw TCP for so long over links of that speed, in bits a second."""
+) -> tuple[list[float], float, bool]:
+  """Sends raw TCP for so long over links of that speed, in bits a second.
+
+  Returns the bytes a second that each host receives, the seconds to another host and
+  back, and whether links of their rate may be measured.
+  """
   job = {"nbytes": int((speed or 8e9) / 8 * seconds)}
   reports = run_workers(hosts, "hosts", job, 120, environment={})
   found = [report["bytes_a_second"] for report in reports]
   reached = not speed or 8 * min(found) >= _REACHED * speed
-  return Probe(found, reports[0]["round_trip"], reached)
+  return found, reports[0]["round_trip"], reached
 
 
 def machine() -> dict[str, Any]:

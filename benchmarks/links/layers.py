@@ -146,16 +146,7 @@ def measure(hosts: list[Host], cell: dict[str, Any], args: argparse.Namespace) -
 
 
 def markdown(found: dict[str, Any]) -> str:
-  head = (
-    "# Layers in a loop over limited links\n\n"
-    "Medians in milliseconds, from the batch to the means. `python -m "
-    "benchmarks.links layers` writes this file, and says what is measured. *Exchange*: "
-    "what is left of a step without the same without an exchange. *Under way*: the "
-    "collectives of one call, traced on a host; *and computing*: for how long of that "
-    "any of its threads computed. *Exposed*: the share of the bytes, by "
-    "`gradcomp.overlap_report`. "
-    f"JAX {found['machine']['jax']}."
-  )
+  head = tables.page(__file__, "layers", jax=found["machine"]["jax"])
   what = "{layers} dense layers of {width}, {batch} rows a host. "
   return results.page(found, head, "steps", _tables, what)
 

@@ -70,7 +70,6 @@ OPTIONS = {
   "batch": cli.Option(1, help="sequences a host and step"),
 }
 _SETTINGS = "hosts round_trip every rounds steps width layers length batch".split()
-RATE = 1e-3
 
 
 def stepper(
@@ -83,7 +82,7 @@ def stepper(
   task = Task(model, texts.in_order(found.test[: 2 * length], length), mesh)
   own = {"seed": 0, "part": options["rank"], "parts": mesh.size}
   batches = texts.batches(found.train, options["batch"] * mesh.size, length, **own)
-  adam = optax.adamw(RATE)
+  adam = optax.adamw(1e-3)
   if options["method"] in EACH:
     tx = optax.chain(EACH[options["method"]], adam)
   else:
@@ -179,27 +178,18 @@ def markdown(results: dict[str, Any]) -> str:
   ]
   header = "method,tokens/s,x f32,ms a step,in communication,MB a round,counted,fewer"
   one = next(iter(found.values()))
-  least = min(x["mbit_a_second"] for x in found.values())
-  most = max(x["round_trip_ms"] for x in found.values())
-  load = max(x["load_and_cores"][0] for x in found.values())
-  return "\n\n".join(
-    [
-      "# Local steps over slow links",
-      "`python -m benchmarks.links local` writes this file. "
-      f"{settings['hosts']} hosts, {settings['rate']} and {settings['round_trip']:g} "
-      f"ms there and back; raw TCP finds {least:.0f} Mbit/s or more and {most:.1f} ms "
-      f"or less. A transformer "
-      f"of {one['parameters'] / 1e6:.1f} million parameters, AdamW, "
-      f"{settings['batch'] * settings['length']} tokens a host and step; rounds of "
-      f"{settings['every']} steps, {settings['rounds']} of them, or "
-      f"{settings['steps']} steps of what exchanges in each.",
-      tables.table(header.split(","), lines),
-      "*x f32* and *fewer* compare tokens a second and bytes with "
-      f"{BASELINE}. *In communication*: the share of the time. *MB a round*: what a "
-      f"host sends in {settings['every']} steps, from the HLO; *counted* by its "
-      "interface, with headers. The load of the machine's "
-      f"{one['load_and_cores'][1]:.0f} cores was at most {load:.1f}.",
-    ]
+  return tables.page(
+    __file__,
+    "local",
+    table=tables.table(header.split(","), lines),
+    baseline=BASELINE,
+    least=min(x["mbit_a_second"] for x in found.values()),
+    most=max(x["round_trip_ms"] for x in found.values()),
+    load=max(x["load_and_cores"][0] for x in found.values()),
+    cores=one["load_and_cores"][1],
+    millions=one["parameters"] / 1e6,
+    tokens=settings["batch"] * settings["length"],
+    **settings,
   )
 
 

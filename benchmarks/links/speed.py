@@ -59,12 +59,6 @@ OPTIONS = {
   "hooks": cli.Option([*_HOOKS], ["fp8"], "of PyTorch's DDP", choices=_HOOKS),
   "torch": cli.Option(sys.executable, help="a Python with PyTorch; empty for none"),
 }
-_ABOUT = (
-  "Medians in milliseconds, from the gradient to its mean; in brackets, how many times "
-  "as fast that is as f32 of the same framework. *MB* is what a host sends. Rows that "
-  "begin with *ddp* are PyTorch's DistributedDataParallel over gloo, the others ours. "
-  "`python -m benchmarks.links speed` writes this file."
-)
 
 
 def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -159,7 +153,7 @@ def markdown(found: dict[str, Any]) -> str:
   """Writes a table for each gradient and number of hosts, with a column a rate."""
   cell = lambda run: (str(run["leaves"]), run["mib"], run["hosts"])
   order = lambda run: (cell(run), run["bits_per_second"] or math.inf)
-  paragraphs = ["# Exchanges over limited links", _ABOUT]
+  paragraphs = [tables.page(__file__, "speed")]
   for (_, mib, hosts), group in itertools.groupby(
     sorted(found["runs"], key=order), cell
   ):

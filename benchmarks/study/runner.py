@@ -94,7 +94,7 @@ def run(
         f"{item.title} must have at most the devices of all processes, "
         f"{jax.device_count()}. One process has as many as --devices says."
       )
-    # Who starts several processes keeps their machine quiet: see study/command.py.
+    # Who starts several processes keeps their machine quiet: see study/__main__.py.
     timed = item.setting.way == "timed"
     with quiet.machine(unless=not timed or jax.process_count() > 1):
       start = time.perf_counter()

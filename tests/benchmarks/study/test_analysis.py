@@ -6,7 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.study import analysis, command, items, report, runner
+from benchmarks.study import __main__ as command
+from benchmarks.study import analysis, items, report, runner
 from benchmarks.study import records as study_records
 from benchmarks.study.records import Record
 from tests.benchmarks.study.records import FULL, SETTING, curve, line, timed, trained
@@ -86,6 +87,8 @@ def test_launches_that_cannot_run_say_why(capsys, tmp_path):
   many = items.Item("a", SETTING._replace(way="timed", workers=99), 0.0)
   with pytest.raises(SystemExit, match="N = 99.* at most the devices of all"):
     runner.run([many], tmp_path)
+  with pytest.raises(SystemExit, match="`folders` must be those of the records"):
+    command.main(["report"])
   with pytest.raises(ValueError, match="must have records"):
     report.write([tmp_path], tmp_path)
 
