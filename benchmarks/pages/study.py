@@ -76,11 +76,12 @@ def by_page(findings):
 def claims_pages(findings):
   """Returns the text of each page of claims."""
   shown = {x.claim: f"pictures/{slug(x.claim)}.png" for x, y in findings if y.drawn}
-  write = functools.partial(report.claims_page, pictures=shown)
-  return {
-    name: write(own, title=f"Claims: {PAPERS[name][0]}", about=PAPERS[name][1])
-    for name, own in by_page(findings).items()
-  }
+  made = {}
+  for name, own in by_page(findings).items():
+    given = {"title": f"Claims: {PAPERS[name][0]}", "about": PAPERS[name][1]}
+    given["count"] = f"{len(own)} claims: {report.counted(own)}."
+    made[name] = report.filled_in("claims.md", judged=own, pictures=shown, **given)
+  return made
 
 
 def trainings():

@@ -109,17 +109,11 @@ def write(folders: Sequence[Path], output: Path, price: float = 0.9) -> None:
     "The line a + c w through the times of a sample": fits(study),
     "What was run": runs(study),
   }
+  given = {"summary": summary(judged), "judged": judged, "of_claims": of_claims}
+  given |= {"sections": drawn, "pictures": pictures, "tables": tables.items()}
   for name in ("report.md", "report.html"):
-    text = _PAGES.get_template(f"{name}.j2").render(
-      summary=summary(judged),
-      judged=judged,
-      of_claims=of_claims,
-      sections=drawn,
-      pictures=pictures,
-      tables=tables.items(),
-      nothing="Nothing was run for this.",
-    )
-    (output / name).write_text(f"{text.rstrip()}\n")
+    text = filled_in(name, **given, nothing="Nothing was run for this.")
+    (output / name).write_text(text)
   print(f"wrote {output / 'report.html'} and report.md: {summary(judged)}")
 
 
@@ -143,15 +137,12 @@ def summary(judged: Judged) -> str:
   """Counts the verdicts, and in the same order those on our own claims."""
   papers, own = ([x for x in judged if x[0].ours == ours] for ours in (False, True))
   ours = ", ".join(map(str, counts(own)))
-  return f"{len(papers)} findings of papers: {_named(papers)}; {len(own)} own: {ours}"
+  return f"{len(papers)} findings of papers: {counted(papers)}; {len(own)} own: {ours}"
 
 
-def _named(judged: Judged) -> str:
+def counted(judged: Judged) -> str:
   return ", ".join(f"{x} {y}" for x, y in zip(counts(judged), WORDS, strict=True))
 
 
-def claims_page(judged: Judged, **given: Any) -> str:
-  """Writes a page of claims, with its title, what it is about, and the pictures."""
-  count = f"{len(judged)} claims: {_named(judged)}."
-  page = _PAGES.get_template("claims.md.j2").render(judged=judged, count=count, **given)
-  return f"{page.rstrip()}\n"
+def filled_in(template: str, **given: Any) -> str:
+  return f"{_PAGES.get_template(f'{template}.j2').render(**given).rstrip()}\n"
