@@ -46,26 +46,23 @@ class Option(NamedTuple):
   help: str = ""
   choices: Iterable[str] | None = None
 
-  def add(self, name: str, made: argparse.ArgumentParser) -> None:
-    several = isinstance(self.default, list)
-    first = self.default[0] if several else self.default
-    given: dict[str, Any] = {"type": type(first), "choices": self.choices}
-    given |= {"nargs": "+"} if several else {}
-    if self.default is False:
-      given = {"action": "store_true"}
-    shown = "all" if several and self.choices else "%(default)s"
-    text = "; ".join(filter(None, [self.help, self.default and f"default: {shown}"]))
-    flag = f"--{name.replace('_', '-')}"
-    made.add_argument(flag, default=self.default, help=text, **given)
-
 
 def options(
   doc: str, quick: str, output: str, *, argv: list[str] | None = None, **named: Option
 ) -> argparse.Namespace:
   """Parses the command line of a script; a quick run compiles fast."""
   made = parser(doc, quick, output)
-  for name, option in named.items():
-    option.add(name, made)
+  for name, x in named.items():
+    several = isinstance(x.default, list)
+    kind = type(x.default[0] if several else x.default)
+    given: dict[str, Any] = {"type": kind, "choices": x.choices}
+    given |= {"nargs": "+"} if several else {}
+    if x.default is False:
+      given = {"action": "store_true"}
+    shown = "all" if several and x.choices else "%(default)s"
+    text = "; ".join(filter(None, [x.help, x.default and f"default: {shown}"]))
+    flag = f"--{name.replace('_', '-')}"
+    made.add_argument(flag, default=x.default, help=text, **given)
   found = made.parse_args(argv)
   if found.quick:
     vars(found).update({k: x.quick for k, x in named.items() if x.quick is not None})
@@ -114,10 +111,10 @@ def write_json(path: Path | None, results: Any) -> None:
     path.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def replace_json(path: Path, results: Any) -> None:
-  """Writes results in place of a file's, so that nobody reads a half."""
+def replace(path: Path, text: str) -> None:
+  """Writes a text in place of a file's, so that nobody reads a half."""
   new = path.with_suffix(".new")
-  new.write_text(json.dumps(results))
+  new.write_text(text)
   new.replace(path)
 
 

@@ -22,11 +22,8 @@ def read(path: pathlib.Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def write(path: pathlib.Path, rows: dict[tuple[str, str], dict[str, Any]]) -> None:
-  """Writes rows in place of a file's, so that nobody reads a half."""
   path.parent.mkdir(parents=True, exist_ok=True)
-  new = path.with_suffix(".new")
-  new.write_text("".join(f"{json.dumps(row)}\n" for row in rows.values()))
-  new.replace(path)
+  cli.replace(path, "".join(f"{json.dumps(row)}\n" for row in rows.values()))
 
 
 def cases(table: str, target: str, extent: Extent) -> dict[str, Any]:

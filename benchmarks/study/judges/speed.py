@@ -23,7 +23,6 @@ _ERROR = 0.08  # of the line through a cell's times
 _LOW = [codec for bits, codec in QSGD.items() if bits < 32]
 _BOUND = 1 / grubic.wire_share(8)  # 3.97: what 8 bits gain without any computation
 _NOISE = 0.05  # the share by which times of one program differ
-_LITTLE = 1.2  # x, above all that 2 bits gain over 4 in Grubic's tables, 1.19
 # What links carry a second; of loopback, what JAX's float32 mean makes of it at most;
 # of others all.
 _GBIT = {"100mbit": 0.1, "1gbit": 1.0, "5gbit": 5.0, "10gbit": 10.0, "loopback": 8.0}
@@ -108,10 +107,6 @@ def slower(codec: str, than: str, value: float = 1.0, above: bool = True) -> Jud
         yield cell.name, ratio, f"{cell.name}: {', '.join(speeds)}", cell.setting.link
 
   return judge
-
-
-# Whether 2 bits rarely bring much over 4.
-diminishing = slower("qsgd-4", "qsgd-2", _LITTLE, above=False)
 
 
 def _linked(study: Study) -> Iterator[tuple[Cell, Cell]]:

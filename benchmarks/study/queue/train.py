@@ -64,8 +64,8 @@ class Keeper:
     """Saves if it is time to; the process may end then."""
     if (now := time.monotonic()) - self._beat > _BEAT:
       self._beat = now
-      beat = {"step": step, "steps": self._steps, "cpu": self.cpu}
-      cli.replace_json(self._folder.with_name("heartbeat.json"), beat)
+      beat = json.dumps({"step": step, "steps": self._steps, "cpu": self.cpu})
+      cli.replace(self._folder.with_name("heartbeat.json"), beat)
     if self.cpu - self._last >= (_WORTH if self._ends else _BETWEEN):
       self._saved.save(step, state, {"notes": notes, "cpu": self.cpu})
       self._last = self.cpu
