@@ -25,7 +25,7 @@ _Plan = MessagePlan | None
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Move:
-  """A move of a state from N to M workers; what all workers share stays."""
+  """A move of a state from N to M workers; shared parts stay."""
 
   old: int  # N
   new: int  # M

@@ -172,7 +172,7 @@ class Codec(LeafCodec, checks.Checked, abc.ABC):
     return self.agree(x), None
 
   def parts(self, like: jax.ShapeDtypeStruct) -> "list[Part]":
-    """Returns what each average takes in the place of a leaf: by default the leaf."""
+    """Returns an array for each average, in place of a leaf: by default the leaf."""
     return [(like, self, None)]
 
   @property

@@ -80,7 +80,7 @@ def own_axes(axis_name: AxisName | None, others: tuple[str, ...]) -> Axes:
 def averages(
   codecs: Sequence[Codec], like: Sequence[jax.ShapeDtypeStruct]
 ) -> list[dict[int, Part]]:
-  """Returns what each average of a step takes in the place of leaves, by number."""
+  """Returns the arrays of each average of a step, by the numbers of their leaves."""
   every: dict[int, dict[int, Part]] = {}
   for i, (codec, leaf) in enumerate(zip(codecs, like, strict=True)):
     for number, part in enumerate(codec.parts(leaf)):
