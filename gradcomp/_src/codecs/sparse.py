@@ -105,7 +105,7 @@ def _float_words(values: Array) -> Array:
 
 
 class EntryRows(SparseRows):
-  """A base of codecs that pack entries in rows: ends and places in blocks, and values."""
+  """A base of codecs with entries in rows: ends and places in blocks, and values."""
 
   quantize: Quantize | None
   dtype: DTypeLike
