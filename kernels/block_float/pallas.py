@@ -85,7 +85,7 @@ def encode_on_tpu(
 
   given = [(x.reshape(-1)[: count * tile].reshape(-1, LANES), block * form.planes)]
   if shared is not None:
-    given.append((shared, block))
+    given.append((shared[:count], block))
   if dither is not None:
     given.append((jnp.broadcast_to(jnp.asarray(dither)[:, None], (3, LANES)), 0))
   out = [((count, form.row_words), block, jnp.uint32)]

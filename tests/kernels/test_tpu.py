@@ -18,7 +18,7 @@ from gradcomp._src.kernels.gpu import self_check, table
 from gradcomp._src.kernels.quantize import pallas, reference
 from gradcomp._src.kernels.selection import search
 from gradcomp._src.kernels.tpu import lines
-from gradcomp.codecs import QSGD, BlockTop, EightBit, Leaf, OneBit, Ternary
+from gradcomp.codecs import QSGD, BlockFloat, BlockTop, EightBit, Leaf, OneBit, Ternary
 from tests.plugins.slow_cases import slow
 from tests.support import laws, modes
 from tests.support.assertions import assert_same_bits
@@ -207,10 +207,11 @@ def tiles(codec, count):
 
 
 NEAREST = functools.partial(QSGD, rounding="nearest")
+E4M3 = BlockFloat(scale="e4m3")
 
 
 @pytest.mark.parametrize(
-  "codec", [OneBit(), BlockTop(), Ternary(rounding="nearest"), NEAREST(rotate=32)]
+  "codec", [OneBit(), BlockTop(), E4M3, Ternary(rounding="nearest"), NEAREST(rotate=32)]
 )
 def test_a_program_has_the_kernel_where_xla_does_not_partition_it(codec):
   mesh = modes.mesh(2)
@@ -220,6 +221,8 @@ def test_a_program_has_the_kernel_where_xla_does_not_partition_it(codec):
   manual = jax.shard_map(encode, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
   assert KERNEL in lowered(manual, cut)
   assert KERNEL in lowered(encode, x)
+  few = jax.ShapeDtypeStruct((9 * codec.tile_size + 9,), jnp.float32)
+  assert KERNEL in lowered(encode, few)  # beside a part of a tile
   assert KERNEL not in lowered(encode, cut)  # JAX would refuse it
 
 
