@@ -20,9 +20,8 @@ from gradcomp._src.cost.exchange import NO_WORK, Speeds
 from gradcomp._src.cost.link import CodecSpeed
 from gradcomp._src.mesh import platforms
 
-SpeedOf = Callable[[protocol.LeafCodec], CodecSpeed]  # of a leaf's codec
 Named = Literal["measure", "cpu", "H100", "TPU v5e"]
-Given = CodecSpeed | Mapping[str, CodecSpeed] | SpeedOf | Named | None
+Given = Speeds | Mapping[str, CodecSpeed] | Named | None
 _SPEEDS = "Codec speeds are"
 # A sentence about the package's speeds, and the platform of their devices, by name.
 SOURCES: dict[str, tuple[str, platforms.Platform]] = {
@@ -188,7 +187,7 @@ def _nearest(speeds: Mapping[str, CodecSpeed], codec: protocol.LeafCodec) -> Cod
   return speeds[min(alike, key=far).name]
 
 
-def by_leaf(speeds: Speeds) -> SpeedOf:
+def by_leaf(speeds: Speeds) -> Speeds:
   """Returns the speeds of leaves' codecs: a leaf in float32 takes only its wire."""
   known = lambda codec: speeds if isinstance(speeds, CodecSpeed) else speeds(codec)
   plain = lambda codec: all(x.plain for x in codec.facts.each)

@@ -220,7 +220,7 @@ def plan(
   """
   options = checks.instance_of("options", PlanOptions, options)
   model, given = shapes_of(params), options.gradients
-  sizes, cluster = cluster_of(workers, link)
+  sizes, cluster, alone = cluster_of(workers, link)
   budget = errors.checked_budget(budget)
   steps = None if steps is None else rules.count("steps", steps)
   given = None if given is None else _leaves(given, model)
@@ -240,11 +240,6 @@ def plan(
   ways = [_WAYS[0], *_WAYS[-1:] * (len(sizes) > 1)]
   plain = [setting.timed(Row(candidates.DENSE, way)) for way in ways]
   dense = min(plain, key=lambda row: row.step_seconds)
-  alone = ""
-  if limits.workers == 1:
-    alone = "one worker sends nothing"
-  elif shares_memory(link):
-    alone = "emulated devices share one memory, and no link is between them"
   if alone:
     found = [Row(x, reason=alone) for x in every]
   else:
@@ -426,26 +421,28 @@ def _leaves(gradients: Any, model: Any) -> list[np.ndarray]:
   return [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(gradients)]
 
 
-def shares_memory(link: Any) -> bool:
+def shares_memory(mesh: Mesh) -> bool:
   """Returns True for a mesh of emulated devices: CPUs of only this process."""
-  return isinstance(link, Mesh) and all(
+  return all(
     device.platform == "cpu" and device.process_index == jax.process_index()
-    for device in link.devices.flat
+    for device in mesh.devices.flat
   )
 
 
-def cluster_of(workers: Any, link: Any) -> tuple[tuple[int, ...], Cluster]:
-  """Returns the sizes of the axes, and the workers with their links; or ValueError."""
+def cluster_of(workers: Any, link: Any) -> tuple[tuple[int, ...], Cluster, str]:
+  """Returns the sizes of the axes, the workers, and why they send nothing, or ""."""
   sizes, _ = axes.sizes_of(workers)
   number = math.prod(sizes)
+  alone = "one worker sends nothing" if number == 1 else ""
   links: tuple[Any, ...] = link if isinstance(link, tuple) else (link,)
   if isinstance(link, Mesh):
     if link.size != number:
       raise ValueError(
         f"`workers` must be the {link.size} devices of the mesh, got {workers!r}."
       )
-    idle = shares_memory(link) or number == 1
-    measured = Link(latency=0.0, bytes_per_second=1.0) if idle else Link.measure(link)
+    if not alone and shares_memory(link):
+      alone = "emulated devices share one memory, and no link is between them"
+    measured = Link(latency=0.0, bytes_per_second=1.0) if alone else Link.measure(link)
     links = (measured,) * len(sizes)
   if len(links) != len(sizes) or not all(isinstance(x, Link) for x in links):
     raise ValueError(
@@ -453,4 +450,4 @@ def cluster_of(workers: Any, link: Any) -> tuple[tuple[int, ...], Cluster]:
       f"mesh to measure, got {link!r} for workers={workers!r}."
     )
   inside = {"inside": links[1], "group_size": sizes[1]} if len(sizes) > 1 else {}
-  return sizes, Cluster(workers=number, link=links[0], **inside)
+  return sizes, Cluster(workers=number, link=links[0], **inside), alone
