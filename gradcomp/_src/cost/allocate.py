@@ -1,9 +1,10 @@
 """``allocate``: a codec for each leaf, for least bytes at the error of one codec."""
 
+import collections
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -186,22 +187,18 @@ def allocate(
   steps = [_finite(tree, like, number) for number, tree in enumerate(gradients)]
   sizes = [_payload_bytes(codec, like, min_leaf_size) for codec in codecs]
   biased = not all(codec.unbiased for codec in codecs)
-  # Leaves of one path have one rule, so that they are one leaf here.
-  places: dict[str, list[int]] = {}
-  for place, (path, _) in sorted(enumerate(like), key=lambda pair: pair[1][0]):
-    places.setdefault(path, []).append(place)
   options = []
-  for path, at in places.items():
-    leaves = [step[place] for step in steps for place in at]
-    elements = sum(like[place][1].size for place in at)
-    nbytes = [sum(size[place] for place in at) for size in sizes]
+  # Leaves of one path have one rule, so that they are one leaf here.
+  for path in sorted(steps[0]):
+    leaves = [leaf for step in steps for leaf in step[path]]
+    elements = sum(leaf.size for leaf in steps[0][path])
     wrong = lambda codec, leaf: wide(encoder(codec, min_leaf_size)(leaf)) - wide(leaf)
     lost = [energy(wrong(codec, leaf) for leaf in leaves) for codec in codecs]
-    own = AllocatedLeaf(
-      path, uniform, elements, energy(leaves), nbytes[0], nbytes[0], lost[0], lost[0]
-    )
-    each = zip(codecs, nbytes, lost, strict=True)
-    found = [own._replace(codec=x, nbytes=n, error=error) for x, n, error in each]
+    whole, nbytes = energy(leaves), [size[path] for size in sizes]
+    found = [
+      AllocatedLeaf(path, codec, elements, whole, count, nbytes[0], error, lost[0])
+      for codec, count, error in zip(codecs, nbytes, lost, strict=True)
+    ]
     options.append(_contracting(found) if biased else found)
   first = [own[0] for own in options]
   numbers = least_bytes(options, math.fsum(x.error for x in first)) or [0] * len(first)
@@ -256,12 +253,12 @@ def _codecs(candidates: Any, uniform: Any) -> tuple[protocol.LeafCodec, ...]:
   return tuple(candidates)
 
 
-def _finite(tree: Any, like: list[_Named], number: int) -> list[np.ndarray]:
-  """Returns the leaves of a gradient; ValueError for one that is not finite."""
-  leaves = []
+def _finite(tree: Any, like: list[_Named], number: int) -> dict[str, list[np.ndarray]]:
+  """Returns the leaves of a gradient by path; ValueError for one that is not finite."""
+  leaves: dict[str, list[np.ndarray]] = {}
   for x, (path, shape) in zip(jax.tree.leaves(tree), like, strict=True):
     leaf = np.asarray(x, jnp.promote_types(shape.dtype, np.float32))
-    leaves.append(leaf)
+    leaves.setdefault(path, []).append(leaf)
     if not np.isfinite(leaf).all():
       raise ValueError(
         f"`gradients` must be finite, but number {number} has "
@@ -272,11 +269,12 @@ def _finite(tree: Any, like: list[_Named], number: int) -> list[np.ndarray]:
 
 def _payload_bytes(
   codec: protocol.LeafCodec, like: list[_Named], min_leaf_size: int | None
-) -> list[int]:
-  """Returns the bytes of each leaf in a payload: its rows."""
-  real = [pairs(x) for _, x in like]
+) -> Mapping[str, int]:
+  """Returns the bytes of each path in a payload: the rows of its leaves."""
+  real, found = [pairs(x) for _, x in like], collections.Counter[str]()
   whole = zip(real, like, strict=True)
   places = [Leaf(x.shape, addends=2, path=path) for x, (path, _) in whole]
   layout = plan_rows(real, codec, min_leaf_size=min_leaf_size, places=places)
-  words = lambda slot: layout.codecs[slot.group].row_words * (slot.stop - slot.start)
-  return [4 * words(slot) for slot in layout.slots]
+  for place, (group, start, stop) in zip(places, layout.slots, strict=True):
+    found[place.path] += 4 * layout.codecs[group].row_words * (stop - start)
+  return found
