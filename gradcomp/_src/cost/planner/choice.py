@@ -224,7 +224,7 @@ def plan(
   budget = errors.checked_budget(budget)
   steps = None if steps is None else rules.count("steps", steps)
   given = None if given is None else _leaves(given, model)
-  limits = errors.Errors(budget, sizes, steps, given, options.optimizer)
+  limits = errors.Errors(budget, sizes, steps, given, options.optimizer, model)
   axis: Any = "workers" if len(sizes) == 1 else ("between", "inside")
   setting = Setting(model, limits, axis, _platform(options, link), cluster, options)
   every: Any = options.candidates

@@ -30,23 +30,28 @@ _NEAR = False, 1.0  # by the same optimizer, with from half to twice the workers
 _TRAINED: tuple[Exchange, tuple[int, ...]] = (TwoShot(), (8,))
 _SLACK = 1.25
 _LEAVES = 8  # of a gradient that are encoded, the largest
+_MATRIX = 512, 512  # of normal numbers in place of a gradient
 _WAITS = 10  # times what an element waits for, a run must be long
 _SHORT_WAIT = 100  # steps that an element may wait in a run of unknown length
 _GROWN = 0.85  # the share by which a ring's errors grow at most, as measured
 
 
-def omega(codec: Any, leaves: Sequence[Any] | None = None) -> float:
-  """Returns ``E|Q(g) - g|^2 / |g|^2`` of arrays, by default of 2**18 normal numbers."""
-  if leaves is None:
-    leaves = [np.random.default_rng(0).standard_normal((512, 512))]
-  given = [jnp.asarray(leaf, jnp.float32) for leaf in leaves]
-  whole = energy(given)
+def omega(codec: Any, leaves: Any = None) -> float:
+  """Returns ``E|Q(g) - g|^2 / |g|^2`` of a tree, by default of 2**18 normal numbers."""
+  given = jax.tree.map(jnp.float32, [_normal(_MATRIX)] if leaves is None else leaves)
+  whole = energy(jax.tree.leaves(given))
   if not 0 < whole < np.inf:
     raise ValueError(
       "`gradients` must have a norm that is finite and not 0, got the square "
       f"{whole!r}."
     )
-  return energy(map(jnp.subtract, encoder(codec, 0)(given), given)) / whole
+  wrong = jax.tree.map(jnp.subtract, encoder(codec, 0)(given), given)
+  return energy(jax.tree.leaves(wrong)) / whole
+
+
+def _normal(shape: tuple[int, ...]) -> np.ndarray:
+  """Draws a leaf of normal numbers."""
+  return np.random.default_rng(0).standard_normal(shape)
 
 
 @functools.lru_cache(maxsize=64)
@@ -81,6 +86,7 @@ class Errors(NamedTuple):
   steps: int | None = None  # of the training; None if unknown
   gradients: Sequence[np.ndarray] | None = None  # None for normal numbers
   optimizer: Optimizer | None = None  # None if unknown
+  model: Any = None  # the parameters' shapes, in their tree
 
   @property
   def workers(self) -> int:
@@ -89,11 +95,16 @@ class Errors(NamedTuple):
 
   def omega(self, candidate: Candidate) -> float:
     """Returns a candidate's loss, see :func:`omega`; the largest leaves count."""
-    # The rules of a policy are for the leaves of a tree, which were measured for it.
-    by_path = bool(candidate.codec.facts.parts) and candidate.omega is not None
-    if self.gradients is not None and not by_path:
-      return omega(candidate.codec, sorted(self.gradients, key=np.size)[-_LEAVES:])
-    return omega(candidate.codec) if candidate.omega is None else candidate.omega
+    # The rules of a policy are for the leaves of a tree, by their names.
+    by_path, given = bool(candidate.codec.facts.parts), self.gradients
+    if candidate.omega is not None and (by_path or given is None):
+      return candidate.omega
+    if by_path:
+      leaves, treedef = jax.tree.flatten(self.model)
+      shape = lambda x: x.shape if x.size < math.prod(_MATRIX) else _MATRIX
+      given = given or [_normal(shape(x)) for x in leaves]
+      return omega(candidate.codec, jax.tree.unflatten(treedef, given))
+    return omega(candidate.codec, given and sorted(given, key=np.size)[-_LEAVES:])
 
   def refusal(self, candidate: Candidate, omega: float) -> str:
     """Returns the reason to refuse a candidate in all exchanges; "" for none."""
