@@ -36,7 +36,9 @@ def tests_of(name: str) -> str:
   path = Path(name)
   parts = [part for part in path.parts if part not in ("gradcomp", "_src")]
   room, file = Path("tests", *parts[:-1][:1]), f"test_{path.name}"
-  for found in (room / file, room, Path("tests", "project", f"test_{room.name}.py")):
+  # Operations of kernels have files of the same names.
+  own = () if path.parts[0] == "kernels" else (room / file,)
+  for found in (*own, room, Path("tests", "project", f"test_{room.name}.py")):
     if (run.ROOT / found).exists() and found != Path("tests"):
       return str(found)
   return ""
