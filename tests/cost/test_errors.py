@@ -2,17 +2,18 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import gradcomp
 from gradcomp import exchange as exchanges
 from gradcomp._src.cost.planner.candidates import as_candidate
-from gradcomp._src.cost.planner.errors import mean_error
+from gradcomp._src.cost.planner.errors import Errors, mean_error, omega
 from gradcomp._src.exchange.one_stage import AllReduce
 from gradcomp._src.exchange.ring import Ring
-from gradcomp.codecs import Dense, FloatCast, Policy, Ternary
+from gradcomp.codecs import QSGD, Dense, FloatCast, Policy, Ternary
 from tests.plugins.slow_cases import slow
-from tests.support.cases.plan import BY_NAME
+from tests.support.cases.plan import BY_NAME, plan
 
 WAYS = {
   "all_gather": exchanges.AllGather(),
@@ -87,3 +88,19 @@ def test_of_a_policy_the_worst_codec_counts():
   both, dense = Policy([("head", Dense()), ("", Ternary())]), Policy([("", Dense())])
   of = lambda codec: mean_error(as_candidate(codec), 1.0, WAYS["all_gather"], [4])
   assert of(both) == of(Ternary()) > of(dense) == 0.0
+
+
+def test_a_policy_is_measured_on_leaves_of_its_names():
+  """Half of the leaves lose nothing: half of the energy, or nine tenths of it."""
+  policy = Policy([("head", Dense()), ("", QSGD(bits=4))])
+  whole = omega(policy.rules[1][1])
+  model = {
+    name: jax.ShapeDtypeStruct((512, 512), jnp.float32) for name in ("head", "w")
+  }
+  x = np.random.default_rng(1).standard_normal((512, 512))
+  for given, share in ((None, 0.5), ([3 * x, x], 0.1)):
+    errors = Errors("tight", (8,), gradients=given, model=model)
+    found = errors.omega(as_candidate(policy))
+    assert found == pytest.approx(share * whole, rel=0.03)
+  chosen = plan(model, candidates=[policy], budget="tight").chosen
+  assert chosen.candidate.codec == policy

@@ -12,11 +12,11 @@ from jax.sharding import PartitionSpec as P
 import gradcomp
 from gradcomp import cost
 from gradcomp._src.cost.planner import choice
-from gradcomp._src.cost.planner.candidates import CANDIDATES, Record, as_candidate
+from gradcomp._src.cost.planner.candidates import CANDIDATES, Record
 from gradcomp._src.cost.planner.choice import best
 from gradcomp._src.cost.planner.errors import Errors, mean_error, omega
 from gradcomp._src.exchange.ring import Ring as Ring
-from gradcomp.codecs import QSGD, Dense, Policy, TopK
+from gradcomp.codecs import QSGD, Dense, TopK
 from gradcomp.cost import Link
 from gradcomp.exchange import AllGather as AllGather
 from gradcomp.exchange import TwoShot as TwoShot
@@ -176,23 +176,6 @@ def test_biased_codecs_need_residuals_and_all_residuals_must_shrink():
 def test_errors_in_the_table_are_those_of_normal_numbers(name):
   candidate = BY_NAME[name]
   assert omega(candidate.codec) == pytest.approx(candidate.omega, rel=0.03)
-
-
-def test_a_policy_is_measured_on_leaves_of_its_names():
-  """Of normal numbers in half of the elements, and of the gradients with them."""
-  policy = Policy([("head", Dense()), ("", QSGD(bits=4))])
-  whole = omega(policy.rules[1][1])
-  model = {
-    name: jax.ShapeDtypeStruct((512, 512), jnp.float32) for name in ("head", "w")
-  }
-  x = np.random.default_rng(1).standard_normal((512, 512))
-  for given, share in ((None, 0.5), ([3 * x, x], 0.1)):
-    errors = Errors("tight", (8,), gradients=given, model=model)
-    found = errors.omega(as_candidate(policy))
-    assert found == pytest.approx(share * whole, rel=0.03)
-  assert (
-    plan(model, candidates=[policy], budget="tight").chosen.candidate.codec == policy
-  )
 
 
 def test_errors_are_measured_wherever_gradients_are_float32_numbers():

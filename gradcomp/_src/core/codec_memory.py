@@ -81,8 +81,8 @@ def remember(
       found = mark_varying(found, axes)  # even constants are typed as a worker's own
     return {i: found[i] if jax.tree.leaves(found[i]) else kept[i] for i in kept}
 
-  fields = zip(Memory._fields, stored, strict=True)
-  return Memory(*({x: new(name, x, y) for x, y in of.items()} for name, of in fields))
+  shared = {axes: new("shared", axes, kept) for axes, kept in stored.shared.items()}
+  return Memory(shared, {x: new("own", x, kept) for x, kept in stored.own.items()})
 
 
 def used_by_leaf(plan: MessagePlan, stored: Memory) -> dict[int, float]:
