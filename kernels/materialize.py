@@ -25,22 +25,24 @@ def materialized(
   # is read by its elements, and an element by its word and by the loss of encoding it.
   # XLA drops an optimization barrier before it fuses, but keeps a condition that never
   # holds if it cannot know that: no word has more than 32 bits.
-  function = jax.jit(function)  # traced once for all of its three uses
+  function = jax.jit(function)  # traced once for both of its uses
   like = jax.eval_shape(function, rows, *given)
+  first = _first_bits(rows)
 
-  def condition(rows: jax.Array, *given: Any) -> _Arrays:
-    first = _first_bits(rows)
+  def nothing(*_: Any) -> _Arrays:
+    zero = first ^ first  # of the type of the words, which differ between workers
+    types = dict.fromkeys([x.dtype for x in jax.tree.leaves(like)])
+    zeros = {dtype: zero.astype(dtype) for dtype in types}
+    return jax.tree.map(lambda x: jax.lax.broadcast(zeros[x.dtype], x.shape), like)
 
-    def nothing(*_: Any) -> _Arrays:
-      zero = first ^ first  # of the type of the words, which differ between workers
-      types = dict.fromkeys([x.dtype for x in jax.tree.leaves(like)])
-      zeros = {dtype: zero.astype(dtype) for dtype in types}
-      return jax.tree.map(lambda x: jnp.broadcast_to(zeros[x.dtype], x.shape), like)
+  return jax.lax.cond(_never(first), nothing, function, rows, *given)
 
-    never = jax.lax.population_count(first) > 32
-    return jax.lax.cond(never, nothing, function, rows, *given)
 
-  return jax.lax.platform_dependent(rows, *given, cpu=condition, default=function)
+@jax.jit  # traced once for a type
+def _never(bits: jax.Array) -> jax.Array:
+  # XLA for other platforms knows that no number differs from itself.
+  unknown = lambda x: jax.lax.population_count(x) > 32
+  return jax.lax.platform_dependent(bits, cpu=unknown, default=lambda x: x != x)
 
 
 def _first_bits(x: jax.Array) -> jax.Array:
@@ -90,7 +92,7 @@ def _unknown(like: jax.Array, *numbers: jax.Array) -> list[jax.Array]:
   def known(like: jax.Array, *numbers: jax.Array) -> list[jax.Array]:
     bits = _first_bits(like)
     zero = (bits ^ bits).astype(jnp.int32)
-    return [zero + number for number in numbers]
+    return [jax.lax.add(zero, number) for number in numbers]
 
   # Else an index would differ between the arrays of a batch, for all that is known.
   integers = functools.partial(materialized, known)
@@ -106,7 +108,8 @@ def starts(
   # addition of a start would be `fused` into the program, and make it another one, each
   # start is an unknown number of its own.
   zero = functools.cache(lambda: unknown([0], like)[0])
-  number = lambda start: unknown([start], like)[0] if fused else zero() + start
+  sum_of = lambda start: jax.lax.add(zero(), np.int32(start))
+  number = lambda start: unknown([start], like)[0] if fused else sum_of(start)
   return lambda start, stop: start if stop - start == count else number(start)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from gradcomp._src.kernels.common.threefry import threefry2x32
 
@@ -33,10 +33,11 @@ def mask(worker: Array | int) -> Array | np.uint32:
   """Returns the mask of a worker: ``bitreverse16(i >> 1) ^ (0xFFFF if i is odd)``."""
   # Pairs round with complements, so that their errors cancel, and are spread evenly.
   number = np.uint32(worker) if isinstance(worker, int) else worker.astype(jnp.uint32)
-  pair = number >> 1
-  for shift, half in ((1, 0x5555), (2, 0x3333), (4, 0x0F0F), (8, 0x00FF)):
-    pair = ((pair >> shift) & np.uint32(half)) | ((pair & np.uint32(half)) << shift)
-  return pair ^ ((number & 1) * np.uint32(0xFFFF))
+  pair = number >> np.uint32(1)
+  pairs = (1, 0x5555), (2, 0x3333), (4, 0x0F0F), (8, 0x00FF)
+  for shift, half in np.array(pairs, np.uint32):
+    pair = ((pair >> shift) & half) | ((pair & half) << shift)
+  return pair ^ ((number & np.uint32(1)) * np.uint32(0xFFFF))
 
 
 def random_lanes(
@@ -77,18 +78,16 @@ def lane_stream(
   """Yields the arrays of :func:`random_lanes` from lane ``first``, a multiple of 8."""
   rows = iota(jnp.uint32, shape, 0) + jnp.uint32(first_row)
   columns = iota(jnp.uint32, shape, 1)
+  *key, mask = (dither[i] for i in range(3))
+  half = np.uint32(16)
   for block in itertools.count():
     counter = (rows, columns + jnp.uint32((first // LANES + block) * shape[1]))
-    a, b = threefry2x32((dither[0], dither[1]), counter, _ROUNDS)
-    masked = a ^ dither[2]  # and so are the sums with it
-    yield from _halves(masked)
-    yield from _halves(b ^ dither[2])
-    yield from _halves(masked ^ b)
-    yield from _halves(masked ^ ((b << 16) | (b >> 16)))
-
-
-def _halves(word: Array) -> tuple[Array, Array]:
-  return word & jnp.uint32(0xFFFF), word >> 16
+    a, b = threefry2x32((key[0], key[1]), counter, _ROUNDS)
+    turned = lax.shift_left(b, half) | lax.shift_right_logical(b, half)
+    masked = lax.bitwise_xor(a, mask)  # and so are the sums with it
+    for word in (masked, lax.bitwise_xor(b, mask), masked ^ b, masked ^ turned):
+      yield lax.bitwise_and(word, np.uint32(0xFFFF))
+      yield lax.shift_right_logical(word, half)
 
 
 def read(reference: Any) -> Dither | None:
@@ -112,5 +111,6 @@ def signed_lane(lane: Array, x: Array) -> Array:
 
 def negative_mask(x: Array) -> Array:
   """Returns ``uint32`` with all bits set where the sign bit of ``x`` is, or none."""
-  sign = jax.lax.bitcast_convert_type(x, jnp.int32) >> 31
-  return jax.lax.bitcast_convert_type(sign, jnp.uint32)
+  bits = lax.bitcast_convert_type(x, jnp.int32)
+  sign = lax.shift_right_arithmetic(bits, np.int32(31))
+  return lax.bitcast_convert_type(sign, jnp.uint32)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from gradcomp._src.kernels.common import dithers, planes
 from gradcomp._src.kernels.gpu.dispatch import by_platform
@@ -34,8 +34,10 @@ Divide = Callable[[Array, Array], Array]
 def rounded(fixed: Array, lane: Lane, x: Array | None = None) -> Array:
   """Rounds ``uint32`` fixed point, a half up; ``x`` are the numbers of magnitudes."""
   if lane is None:
-    return (fixed + jnp.uint32(_HALF)) >> FRACTION
-  return (fixed + (lane if x is None else dithers.signed_lane(lane, x))) >> FRACTION
+    lane = jnp.uint32(_HALF)
+  elif x is not None:
+    lane = dithers.signed_lane(lane, x)
+  return lax.shift_right_logical(lax.add(fixed, lane), np.uint32(FRACTION))
 
 
 def rounded_with_sign(fixed: Array, lane: Lane, x: Array, bits: int) -> Array:
@@ -43,11 +45,13 @@ def rounded_with_sign(fixed: Array, lane: Lane, x: Array, bits: int) -> Array:
   # One XOR takes the complement of a random number for a negative `x` and sets the sign
   # bit, which the sum does not reach: `fixed` is at most `2**(bits - 1) - 1`.
   sign = 1 << (FRACTION + bits - 1)
+  flips = np.uint32(sign)
   if lane is None:
-    lane, flips = jnp.uint32(_HALF), jnp.uint32(sign)
+    lane = jnp.uint32(_HALF)
   else:
-    flips = jnp.uint32(sign | ((1 << FRACTION) - 1))
-  return (fixed + (lane ^ (dithers.negative_mask(x) & flips))) >> FRACTION
+    flips |= np.uint32((1 << FRACTION) - 1)
+  flipped = lax.bitwise_xor(lax.bitwise_and(dithers.negative_mask(x), flips), lane)
+  return lax.shift_right_logical(lax.add(fixed, flipped), np.uint32(FRACTION))
 
 
 def exact_quotient(x: Array, divisor: Array) -> Array:
@@ -97,15 +101,16 @@ def divide(x: Array, divisor: Array) -> Array:
     # or from leaving the consumers unfused because of its length.
     # XLA's division for NVIDIA's GPUs, div.full.f32, may be off by two units in the
     # last place, so that `exact_divide` takes its place there. Others divide correctly.
-    return jax.lax.optimization_barrier(exact_divide(x, divisor))
+    return lax.optimization_barrier(exact_divide(x, divisor))
 
   def plainly(x: Array, divisor: Array) -> Array:
     # XLA divides by a constant, or by one number that many elements share, as it
     # multiplies by its reciprocal, which rounds twice. With a choice that depends on
     # `x` and on the place no divisor is either: NaN stays NaN by it. No odd number is
     # 0, also where the places of 2**32 elements or more begin again.
-    odd = jax.lax.iota(jnp.uint32, x.size).reshape(x.shape) | 1
-    return jnp.divide(x, jnp.where((x == x) & (odd != 0), divisor, x))
+    odd = lax.iota(jnp.uint32, x.size).reshape(x.shape) | np.uint32(1)
+    known = lax.bitwise_and(lax.eq(x, x), lax.ne(odd, np.uint32(0)))
+    return lax.div(x, lax.select(known, divisor, x))
 
   traced = jax.jit(plainly).trace(x, divisor)
   return by_platform((x, divisor), {"cuda": exactly}, traced)
@@ -113,7 +118,8 @@ def divide(x: Array, divisor: Array) -> Array:
 
 def inverse(top: float, scale: Array, divide: Divide = divide) -> Array:
   """Returns ``top / scale``, and 0 for a scale of 0; kernels pass `exact_quotient`."""
-  return jnp.where(scale == 0, 0.0, divide(jnp.full_like(scale, top), scale))
+  found = divide(lax.full_like(scale, top), scale)
+  return lax.select(lax.eq(scale, np.float32(0)), lax.full_like(scale, 0), found)
 
 
 def top_multiplier(top: int, scale: Array, divide: Divide = divide) -> Array:
@@ -127,12 +133,12 @@ def signed(value: Array, sign: Array) -> Array:
   """Gives ``value``, which has no sign, the highest bit of ``sign``, its only one."""
   # Decoders set the sign last, so that no compiler contracts their product with a
   # following addition, and sums of decoded values have the same bits everywhere.
-  return planes.floats(planes.float_words(value) | sign)
+  return planes.floats(lax.bitwise_or(planes.float_words(value), sign))
 
 
 def sign_bit(x: Array) -> Array:
   """Returns a 32-bit number with all bits but the highest cleared, as ``uint32``."""
-  return planes.float_words(x) & jnp.uint32(1 << 31)
+  return lax.bitwise_and(planes.float_words(x), np.uint32(1 << 31))
 
 
 def scaled(x: Array, scale: float) -> Array:
@@ -141,7 +147,7 @@ def scaled(x: Array, scale: float) -> Array:
     return x
   # The sign is set last, by a bit operation, so that no compiler regroups the product,
   # or contracts it with a following addition, such as a residual's.
-  return signed(jnp.abs(x) * jnp.float32(scale), sign_bit(x))
+  return signed(lax.mul(lax.abs(x), np.float32(scale)), sign_bit(x))
 
 
 def held(x: Array) -> Array:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from gradcomp._src.kernels.common import dithers
 from gradcomp._src.kernels.gpu.dispatch import on_tpu
@@ -47,6 +47,9 @@ class Segment(NamedTuple):
     return x[self.first_row : self.first_row + self.shape[0]]
 
 
+_columns = functools.partial(lax.slice_in_dim, axis=1)
+
+
 def tile_segments(
   x: Array,
   planes: int,
@@ -68,12 +71,12 @@ def tile_segments(
       # On TPUs these are whole vectors of 128 lanes, where strides would pick single
       # rows out of each vector.
       tiles = x.reshape(full, tile)
-      cut = lambda k: tiles[:, k * bucket_size : (k + 1) * bucket_size]
+      cut = lambda k: _columns(tiles, k * bucket_size, (k + 1) * bucket_size)
     else:
       # XLA:CPU would copy the full tiles for their many readers.
       reach = (full - 1) * planes + 1
       stop = lambda k: (k + reach, bucket_size)
-      cut = lambda k: jax.lax.slice(buckets, (k, 0), stop(k), (planes, 1))
+      cut = lambda k: lax.slice(buckets, (k, 0), stop(k), (planes, 1))
     segments.append(Segment(0, buckets, [cut(k) for k in range(planes)]))
   if x.size > full * tile:
     rest = fill(x[full * tile :])
@@ -89,7 +92,7 @@ def _planes_of(tiles: Array) -> list[Array]:
   # XLA:CPU would hold tiles and planes.
   rows, planes, size = tiles.shape
   flat = tiles.reshape(rows, planes * size)
-  return [flat[:, k * size : (k + 1) * size] for k in range(planes)]
+  return [_columns(flat, k * size, (k + 1) * size) for k in range(planes)]
 
 
 def filled(x: Array, bucket_size: int) -> Array:
@@ -117,7 +120,7 @@ def pack_planes(codes: Iterable[Array], bits: int) -> Array:
     >>> hex(pack_planes([jnp.uint32(1), jnp.uint32(11)], 4))
     '0xb1'
   """
-  placed = (code << (k * bits) if k else code for k, code in enumerate(codes))
+  placed = (code << np.uint32(k * bits) if k else code for k, code in enumerate(codes))
   return functools.reduce(jnp.bitwise_or, placed)
 
 
@@ -137,9 +140,9 @@ def unpack_planes(words: Array, bits: int) -> Array:
     [1, 11]
   """
   shape = (*[1] * (words.ndim - 1), planes_per_word(bits), 1)
-  plane = jax.lax.broadcasted_iota(jnp.uint32, shape, words.ndim - 1)
-  codes = words[..., None, :] >> (plane * bits)
-  return codes if bits == 32 else codes & jnp.uint32(2**bits - 1)
+  plane = lax.broadcasted_iota(jnp.uint32, shape, words.ndim - 1)
+  codes = lax.expand_dims(words, [words.ndim - 1]) >> (plane * np.uint32(bits))
+  return codes if bits == 32 else codes & np.uint32(2**bits - 1)
 
 
 def stacked(segments: Sequence[Sequence[Array]], row_words: int) -> Array:
@@ -158,7 +161,7 @@ def _by_lanes(tiles: Array) -> Array:
   if tiles.ndim != 3 or tiles.shape[2] % _LANES:
     return _flat_rows(tiles)  # shorter planes would be filled to whole vectors
   if tiles.shape[1] > 2:
-    return _flat_rows(jax.lax.optimization_barrier(tiles))
+    return _flat_rows(lax.optimization_barrier(tiles))
   # Behind a barrier, pairs of planes would take three times as long.
   return jnp.concatenate([tiles[:, k] for k in range(tiles.shape[1])], axis=1)
 
@@ -187,9 +190,9 @@ def less(x: Array, tiles: Array) -> Array:
 
 def float_words(x: Array) -> Array:
   """Returns the bit patterns of ``float32`` numbers, which travel in the rows."""
-  return jax.lax.bitcast_convert_type(x, jnp.uint32)
+  return lax.bitcast_convert_type(x, jnp.uint32)
 
 
 def floats(words: Array) -> Array:
   """Returns the ``float32`` numbers of bit patterns."""
-  return jax.lax.bitcast_convert_type(words, jnp.float32)
+  return lax.bitcast_convert_type(words, jnp.float32)

@@ -4,10 +4,9 @@ import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from gradcomp._src.kernels.common.fixed_point import held
 from gradcomp._src.kernels.common.planes import floats, tile_segments
@@ -40,7 +39,8 @@ _LINE = 512
 
 def scales(norm: Array) -> Array:
   """Returns the scales that travel: 0 for a subnormal norm, or ``2**-96`` and more."""
-  return jnp.where(norm < _SMALLEST_NORMAL, 0.0, jnp.maximum(norm, _SMALLEST_SCALE))
+  kept = lax.max(norm, _SMALLEST_SCALE)
+  return jnp.where(lax.lt(norm, _SMALLEST_NORMAL), np.float32(0), kept)
 
 
 def scales_of_bits(bits: Array) -> Array:
@@ -51,7 +51,7 @@ def scales_of_bits(bits: Array) -> Array:
 
 def _largest_by_bits(x: Array) -> Array:
   """Returns :func:`_largest` for TPUs, which find one maximum of integers sooner."""
-  return floats(jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32).max(axis=-1))
+  return floats(lax.bitcast_convert_type(jnp.abs(x), jnp.int32).max(axis=-1))
 
 
 @on_tpu(_largest_by_bits)
@@ -59,19 +59,20 @@ def _largest(x: Array) -> Array:
   """Returns the largest magnitude over the last axis, or NaN if there is one."""
   # One variadic reduction of maximum and minimum, because XLA:CPU's library call for a
   # plain maximum drops NaN (seen in 0.10.2 and 0.12.0).
-  high, low = jax.lax.reduce(
+  high, low = lax.reduce(
     (x, x),
     (np.float32(-np.inf), np.float32(np.inf)),
-    lambda a, b: (jnp.maximum(a[0], b[0]), jnp.minimum(a[1], b[1])),
+    lambda a, b: (lax.max(a[0], b[0]), lax.min(a[1], b[1])),
     (x.ndim - 1,),
   )
-  return jnp.maximum(high, -low)
+  return lax.max(high, -low)
 
 
 def norms(x: Array, norm: Norm) -> Array:
   """Returns the norm over the last axis, or NaN if anything in it is not finite."""
   largest = _largest(x)
-  largest = jnp.where(jnp.isfinite(largest), largest, jnp.nan)
+  nan = lax.full_like(largest, np.nan)
+  largest = lax.select(lax.is_finite(largest), largest, nan)
   if norm == "max":
     return largest
   return _lengths(largest, sum_by_halves(_shares(x, largest)))
@@ -160,7 +161,7 @@ def sum_lanes(operands: tuple[Array, ...]) -> list[Array]:
   """Sums over the last axis but one, each lane from first to last, in one pass."""
   # XLA reduces several operands together in this order. For a single one it would make
   # a library call, which adds in an order of its own.
-  return jax.lax.reduce(
+  return lax.reduce(
     operands,
     tuple(np.zeros((), operand.dtype)[()] for operand in operands),
     lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)),
@@ -186,7 +187,7 @@ def deviation(
   # digits. A power of two near `largest`, the norm, divides them: no square overflows.
   if not x.size:
     return jnp.zeros([], jnp.float32)
-  exponent = jnp.clip(jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23, 1, 253)
+  exponent = jnp.clip(lax.bitcast_convert_type(largest, jnp.int32) >> 23, 1, 253)
   up, down = (floats(bits << 23) for bits in (exponent, 254 - exponent))
   if x.size <= _GROUP:
     found = _sums_of_blocks(x, x[0], down)
@@ -230,7 +231,7 @@ def _sums_of_columns(x: Array) -> Array:
     total = functools.reduce(jnp.add, parts)
     blocks.append(total.T.reshape(-1, _GROUP // _LINE, _LANES))
   steps = [block[:, line] for line in range(_GROUP // _LINE) for block in blocks]
-  return jax.lax.bitcast_convert_type(functools.reduce(jnp.add, steps), jnp.int32)
+  return lax.bitcast_convert_type(functools.reduce(jnp.add, steps), jnp.int32)
 
 
 _of_groups = with_kernel(sums_of_groups, sums_by_kernel)

@@ -4,7 +4,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+import numpy as np
+from jax import Array, lax
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
@@ -29,17 +30,19 @@ def threefry2x32(
     >>> hex(a), hex(b)
     ('0xc4923a9c', '0x483df7a0')
   """
-  keys = (key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(_PARITY))
-  a = counter[0] + keys[0]
-  b = counter[1] + keys[1]
+  # Operators of arrays are jitted functions, and take twice as long to trace.
+  keys = (key[0], key[1], key[0] ^ key[1] ^ np.uint32(_PARITY))
+  a, b = map(jnp.add, counter, keys[:2])
+  add = jnp.add if jnp.ndim(keys[0]) else lax.add  # which broadcasts numbers alone
   for number in range(rounds):
-    rotation = _ROTATIONS[number // 4 % 2][number % 4]
-    a = a + b
-    b = ((b << rotation) | (b >> (32 - rotation))) ^ a
+    rotation = np.uint32(_ROTATIONS[number // 4 % 2][number % 4])
+    left, right = lax.shift_left(b, rotation), lax.shift_right_logical(b, 32 - rotation)
+    a = add(a, b)
+    b = lax.bitwise_xor(lax.bitwise_or(left, right), a)
     if number % 4 == 3:
       group = number // 4 + 1
-      a = a + keys[group % 3]
-      b = b + keys[(group + 1) % 3] + jnp.uint32(group)
+      a = add(a, keys[group % 3])
+      b = add(add(b, keys[(group + 1) % 3]), np.uint32(group))
   return a, b
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from gradcomp._src.kernels.common import fixed_point
 from gradcomp._src.kernels.common.fixed_point import Lane
@@ -41,9 +41,9 @@ class Form(reference.ScaledForm):
   def code(self, x: Array, factor: Array, lane: Lane, limit: Operand = None) -> Array:
     """Returns the codes of one plane; the clamp keeps a NaN's inside its own bits."""
     del limit
-    top = jnp.uint32(self.top)
-    fixed = (jnp.abs(x) * factor).astype(jnp.int32).astype(jnp.uint32)
-    fixed = jnp.minimum(fixed, top)
+    top = np.uint32(self.top)
+    fixed = (lax.abs(x) * factor).astype(jnp.int32).astype(jnp.uint32)
+    fixed = lax.min(fixed, top)
     if self.levels == "sign_magnitude":
       return fixed_point.rounded_with_sign(fixed, lane, x, self.bits)
     return fixed_point.rounded(jnp.where(x < 0, top - fixed, top + fixed), lane)
@@ -53,14 +53,15 @@ class Form(reference.ScaledForm):
     """Returns the values of codes; the top level has the scale itself."""
     s = self.intervals
     if self.levels == "sign_magnitude":
-      magnitude = (codes & jnp.uint32(s)).astype(jnp.int32)
-      sign = (codes >> (self.bits - 1)) << 31
+      magnitude = lax.bitwise_and(codes, np.uint32(s)).astype(jnp.int32)
+      sign = (codes >> np.uint32(self.bits - 1)) << np.uint32(31)
     else:
       code = 2 * codes.astype(jnp.int32) - s
       magnitude = jnp.abs(code)
       sign = fixed_point.sign_bit(code)
-    step = scale * np.float32(1 / s)
-    length = jnp.where(magnitude == s, scale, magnitude.astype(jnp.float32) * step)
+    step = lax.mul(scale, np.float32(1 / s))
+    is_top = lax.eq(magnitude, np.int32(s))
+    length = jnp.where(is_top, scale, magnitude.astype(jnp.float32) * step)
     return fixed_point.signed(length, sign)
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from gradcomp._src.kernels.common import fixed_point, planes
 from gradcomp._src.kernels.common.fixed_point import Divide, Lane, divide
@@ -84,7 +84,7 @@ def encode_rows(
   for tiles in planes.tile_segments(x, form.planes, form.bucket_size):
     own = tiles.rows_of(scale)
     factor = jnp.broadcast_to(form.factor(own), (tiles.shape[0], form.planes))
-    factors = (factor[:, k : k + 1] for k in range(form.planes))
+    factors = (lax.slice_in_dim(factor, k, k + 1, axis=1) for k in range(form.planes))
     each = zip(tiles.planes, factors, tiles.lanes(dither, first_row), strict=True)
     codes = [form.code(*given, limit) for given in each]
     rows.append([form.pack(codes), *[planes.float_words(own)] * form.inline])
@@ -96,8 +96,9 @@ def encode_rows(
 
 def decode_rows(rows: Array, form: ScaledForm) -> Array:
   """Decodes ``uint32[..., rows, words]`` to values, ``float32[..., rows, P, B]``."""
-  codes = planes.unpack_planes(rows[..., : form.bucket_size], form.bits)
-  numbers = planes.floats(rows[..., form.bucket_size :])[..., None]
+  size = form.bucket_size
+  codes = planes.unpack_planes(lax.slice_in_dim(rows, 0, size, axis=-1), form.bits)
+  numbers = planes.floats(lax.slice_in_dim(rows, size, None, axis=-1))[..., None]
   if form.table:
     entry = jnp.asarray(form.table, jnp.float32)[codes.astype(jnp.int32) & 127]
     return form.value(codes, numbers, entry)

@@ -1,13 +1,13 @@
 """Selection's inner loops in jnp: marks elements by a bit each, and lists set bits."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+
+from gradcomp._src.kernels.pick import pick
 
 T = TypeVar("T")
 
@@ -62,11 +62,7 @@ class RowView(NamedTuple):
       matrix = matrix.reshape(count, self.size)
       return function(matrix, self.number % count if count > 1 else 0)
 
-    if len(self.matrices) == 1:
-      return of(self.matrices[0])
-    function = jax.jit(function)  # traced once for all matrices
-    branches = [functools.partial(of, matrix) for matrix in self.matrices]
-    return lax.switch(self.number // count, branches)
+    return pick(of, self.number // count, self.matrices)
 
   def copied(self) -> "RowView":
     """Returns the same row, copied once, so that readers are compiled once."""

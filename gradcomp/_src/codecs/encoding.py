@@ -11,6 +11,7 @@ from jax import Array
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import NOTHING, Context, Encoded
 from gradcomp._src.kernels.materialize import slice_at, unknown
+from gradcomp._src.kernels.pick import pick
 from gradcomp._src.mesh.platforms import platform
 
 # Leaves of one shape with at most _SMALL_LEAF_ELEMENTS elements are encoded together,
@@ -68,8 +69,7 @@ def _in_loop(
   stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *contexts)
 
   def one(given: tuple[Array, Context]) -> Any:
-    leaf = jax.lax.switch(given[0], [lambda x=x: x for x in leaves])
-    return function(leaf, given[1])
+    return function(pick(lambda x: x, given[0], leaves), given[1])
 
   every = jax.lax.map(one, (jnp.arange(len(leaves)), stacked))
   places = unknown(range(len(leaves)), leaves[0])

@@ -188,11 +188,14 @@ class Codec(LeafCodec, checks.Checked, abc.ABC):
     """Cuts a leaf into rows, ``[rows, tile_size]``; zeros fill the last one."""
     flat = x.reshape(-1)
     pad: Any = np.pad if isinstance(flat, np.ndarray) else jnp.pad
-    return pad(flat, (0, -flat.size % self.tile_size)).reshape(-1, self.tile_size)
+    if missing := -flat.size % self.tile_size:
+      flat = pad(flat, (0, missing))
+    return flat.reshape(-1, self.tile_size)
 
   def join(self, rows: ArrayT, like: ArrayLike) -> ArrayT:
     """Undoes :meth:`split`: rows of elements to the shape of ``like``."""
-    return rows.reshape(-1)[: like.size].reshape(like.shape)
+    whole = rows if rows.size == like.size else rows.reshape(-1)[: like.size]
+    return whole.reshape(like.shape)
 
   def view_shape(self, rows: int, like: ArrayLike) -> tuple[int, ...]:
     """Returns the shape in which a CPU traverses a leaf: of tiles, if it fills them."""

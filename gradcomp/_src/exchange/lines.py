@@ -70,14 +70,15 @@ def _matrix(shape: Shape) -> tuple[int, int]:
 def _cut(lines: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
   """Cuts the places of lines, ``[L, M, ...]``, into parts of some sizes."""
   ends = itertools.pairwise(itertools.accumulate(sizes, initial=0))
-  return [lines[:, start:stop] for start, stop in ends]
+  return [lax.slice_in_dim(lines, *end, axis=1) for end in ends]
 
 
 def _to_lanes(x: jax.Array) -> list[jax.Array]:
   """Returns arrays of lanes that make up rows, ``[L, rows, k * 128]``, in order."""
   count, rows, width = x.shape
   if width <= _MOST_CUTS * LANES:
-    return [x[:, :, start : start + LANES] for start in range(0, width, LANES)]
+    starts = range(0, width, LANES)
+    return [lax.slice_in_dim(x, start, start + LANES, axis=2) for start in starts]
   lanes = x.reshape(count, rows, width // LANES, LANES).swapaxes(1, 2)
   return [lanes.reshape(count, rows * (width // LANES), LANES)]
 
@@ -98,8 +99,9 @@ def shares(rows: jax.Array, workers: Workers) -> jax.Array:
   """Splits rows into N shares, ``[N, share, ...]``, with zeros after the last."""
   share = -(-rows.shape[0] // workers.size)
   padding = workers.size * share - rows.shape[0]
-  padded = jnp.pad(rows, [(0, padding)] + [(0, 0)] * (rows.ndim - 1))
-  return padded.reshape(workers.size, share, *rows.shape[1:])
+  if padding:
+    rows = jnp.pad(rows, [(0, padding)] + [(0, 0)] * (rows.ndim - 1))
+  return rows.reshape(workers.size, share, *rows.shape[1:])
 
 
 def own_share(rows: jax.Array, workers: Workers) -> jax.Array:

@@ -285,7 +285,7 @@ def decode(sending: Sending, received: Received) -> list[Reduced]:
     # them in the shape of tiles.
     tiled = any(layout.view(i) != x.shape for i, x in enumerate(layout.like))
     found = materialized(read, words) if tiled else read(words)
-    means = [found[i].reshape(x.shape) for i, x in enumerate(layout.like)]
+    means = [lax.reshape(found[i], x.shape) for i, x in enumerate(layout.like)]
   else:
     shares = layout.shares(of(), received.words, sending.workers.size)
   if not sending.exchange.sends:

@@ -171,6 +171,7 @@ def random_rows(key: Array, rows: int, columns: int) -> Array:
   """Draws ``float32[rows, columns]``, multiples of 2**-23 from -1 to 1."""
   row = jnp.arange(rows, dtype=jnp.uint32)[:, None]
   pair = jnp.arange(-(-columns // 2), dtype=jnp.uint32)
-  words = jnp.concatenate(threefry2x32(key, (row, pair)), axis=1)[:, :columns]
+  counter: Any = jnp.broadcast_arrays(row, pair)
+  words = jnp.concatenate(threefry2x32(key, counter), axis=1)[:, :columns]
   signed = jax.lax.bitcast_convert_type(words, jnp.int32) >> 8
   return signed.astype(jnp.float32) * jnp.float32(2.0**-23)

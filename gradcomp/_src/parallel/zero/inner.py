@@ -1,5 +1,6 @@
 """The optimizer's step on a worker's rows of each leaf, and its measures."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -67,14 +68,9 @@ class Inner:
       master = list(map(jnp.add, seen, unsent))
       old = jax.tree.leaves(state)
       found = self._update([*means, *old, *master, *self._extra])
-      after, finite, lacking = [], [], []
       columns = means, found[: len(means)], master, seen, rows.elements
-      for mean, d, m, p, here in zip(*columns, strict=True):
-        moved = m + alike(d, m)[0]
-        ok = jnp.isfinite(mean) & jnp.isfinite(moved)
-        lacking.append(jnp.where(here, jnp.where(ok, moved - p, jnp.nan), 0.0))
-        after.append(jnp.where(ok, moved, m))
-        finite.append(ok)
+      leaves = list(map(_moved, *columns))
+      after, finite, lacking = ([x[k] for x in leaves] for k in range(3))
       pairs = zip(found[len(means) :], old, self._init.results, strict=True)
       new = [x if i is None else jnp.where(finite[i], x, y) for x, y, i in pairs]
       return after, self._stored(new, master), lacking
@@ -85,6 +81,17 @@ class Inner:
     pairs = zip(values, self._init.results, strict=True)
     nodes = [x if leaf is None else rows(x, leaf) for x, leaf in pairs]
     return jax.tree.unflatten(self._state, nodes)
+
+
+@jax.jit  # leaves of a shape: traced once
+def _moved(
+  mean: jax.Array, update: jax.Array, master: jax.Array, seen: jax.Array, here: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns the new master of rows, where it is finite, and it less the parameters."""
+  moved = master + alike(update, master)[0]
+  ok = jnp.isfinite(mean) & jnp.isfinite(moved)
+  lacks = jnp.where(here, jnp.where(ok, moved - seen, jnp.nan), 0.0)
+  return jnp.where(ok, moved, master), ok, lacks
 
 
 def _traced(
@@ -160,12 +167,22 @@ def still_lacking(
 ) -> Rows:
   """Returns the master minus the new parameters; ``old`` where no update is finite."""
   # `dtypes` are those of each leaf's parameter and update.
-  left = []
-  columns = rows.elements, master, seen, sent, old, dtypes
-  for here, m, p, d, before, (param, update) in zip(*columns, strict=True):
-    after = _rounded(p + _rounded(within(d, update), update), param)
-    left.append(jnp.where(here & jnp.isfinite(after), m - after, before))
-  return left
+  return list(map(_left, dtypes, rows.elements, master, seen, sent, old))
+
+
+@functools.partial(jax.jit, static_argnums=0)  # leaves of a shape: traced once
+def _left(
+  dtypes: tuple[Any, Any],
+  here: Any,
+  master: jax.Array,
+  seen: jax.Array,
+  sent: jax.Array,
+  old: jax.Array,
+) -> jax.Array:
+  """Returns :func:`still_lacking` of a leaf."""
+  param, update = dtypes
+  after = _rounded(seen + _rounded(within(sent, update), update), param)
+  return jnp.where(here & jnp.isfinite(after), master - after, old)
 
 
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:

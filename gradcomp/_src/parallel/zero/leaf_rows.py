@@ -164,11 +164,16 @@ class _Joined(NamedTuple):
     start, cut = 0, word_cutter(words, 1)
     for i, like in self.leaves.items():
       stop = start - (-like.size // self.codec.tile_size)
-      decode = lambda x, like=like: protocol.from_tiles(
-        self.codec.decode_rows(x), like, self.codec
-      )
-      yield i, jax.vmap(decode)(cut(start, stop)).reshape(-1, *like.shape[1:])
+      yield i, _decoded(cut(start, stop), self.codec, like.shape)
       start = stop
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))  # leaves of a shape: traced once
+def _decoded(words: jax.Array, codec: Codec, shape: tuple[int, ...]) -> jax.Array:
+  """Decodes ``uint32[N, rows, words]`` to the rows of all owners, one leaf's."""
+  like = jax.ShapeDtypeStruct(shape, jnp.float32)
+  decode = lambda x: protocol.from_tiles(codec.decode_rows(x), like, codec)
+  return jax.vmap(decode)(words).reshape(-1, *shape[1:])
 
 
 def _joined(rows: dict[int, tuple[Codec, jax.Array]]) -> list[_Joined]:
