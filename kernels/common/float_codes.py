@@ -1,7 +1,9 @@
 """Rounding to floats of few bits by integer operations: every case is one shift."""
 
+import functools
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -145,6 +147,8 @@ def _shifted(
   return ((significand >> drop) << unit) + base
 
 
+# Jitted to be traced once a shape, and inlined to fuse as if it were not.
+@functools.partial(jax.jit, static_argnums=1, inline=True)
 def from_codes(codes: Array, fmt: FloatFormat) -> Array:
   """Returns the ``float32`` numbers of codes; infinity for one that is NaN as well."""
   m, bias = fmt.mantissa_bits, fmt.exponent_bias
@@ -173,6 +177,7 @@ def from_codes(codes: Array, fmt: FloatFormat) -> Array:
   return floats(number | sign)
 
 
+@functools.partial(jax.jit, inline=True)
 def times_power_of_two(x: Array, exponent: Array) -> Array:
   """Returns ``x * 2**exponent``, for exponents from -512 to 512, exact if normal."""
   # A product that is too large becomes the largest number of `float32`. One below

@@ -61,7 +61,8 @@ def correct(options: Compression, updates: Any, state: CompressState) -> list[An
     wide = g.astype(working_dtype(facts, g.dtype))
     if residual is None:
       return wide
-    return residuals.read_residual(residual).reshape(g.shape).astype(wide.dtype) + wide
+    kept = lax.reshape(residuals.read_residual(residual), g.shape)
+    return lax.add(kept.astype(wide.dtype), wide)
 
   given = options.feedback.sent(updates, state.velocity)
   with jax.named_scope("gradcomp_correct"):

@@ -247,9 +247,9 @@ def _kept(
     if i not in encoded:
       return (jnp.zeros_like(leaf) if lost is None else lost), None
     shape, unsent = layout.view(i), encoded[i].unsent
-    unsent = leaf.reshape(shape) - views[i] if unsent is None else unsent
-    unsent = unsent.reshape(shape)
-    unsent = unsent if lost is None else unsent + lost.reshape(shape)
+    unsent = lax.reshape(leaf, shape) - views[i] if unsent is None else unsent
+    unsent = lax.reshape(unsent, shape)
+    unsent = unsent if lost is None else lax.add(unsent, lax.reshape(lost, shape))
     return unsent, anew(i, lost)
 
   def anew(i: int, lost: jax.Array | None) -> Own | OwnEntries | None:
