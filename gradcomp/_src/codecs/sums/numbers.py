@@ -6,7 +6,6 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from gradcomp._src.codecs.sums.records import Context
@@ -106,7 +105,8 @@ class Numbers(Sum):
 
   def _first(self, number: Array, *, keep: bool) -> Partial:
     # The zeros have the type of the number: they vary over the axes over which it does.
-    zeros = jnp.where(number == number, np.float32(0), np.float32(0))
+    zero = jax.lax.full_like(number, 0)
+    zeros = jax.lax.select(jax.lax.eq(number, number), zero, zero)
     compensates = self.codec.accumulate == "kahan"
     return Partial(number, zeros if compensates else None, zeros if keep else None)
 
