@@ -147,8 +147,7 @@ def _shifted(
   return ((significand >> drop) << unit) + base
 
 
-# Jitted to be traced once a shape, and inlined to fuse as if it were not.
-@functools.partial(jax.jit, static_argnums=1, inline=True)
+@functools.partial(jax.jit, static_argnums=1, inline=True)  # traced once a shape
 def from_codes(codes: Array, fmt: FloatFormat) -> Array:
   """Returns the ``float32`` numbers of codes; infinity for one that is NaN as well."""
   m, bias = fmt.mantissa_bits, fmt.exponent_bias

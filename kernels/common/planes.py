@@ -47,9 +47,6 @@ class Segment(NamedTuple):
     return x[self.first_row : self.first_row + self.shape[0]]
 
 
-_columns = functools.partial(lax.slice_in_dim, axis=1)
-
-
 def tile_segments(
   x: Array,
   planes: int,
@@ -70,14 +67,14 @@ def tile_segments(
     if full * tile == x.size:
       # On TPUs these are whole vectors of 128 lanes, where strides would pick single
       # rows out of each vector.
-      tiles = x.reshape(full, tile)
-      cut = lambda k: _columns(tiles, k * bucket_size, (k + 1) * bucket_size)
+      parts = lax.split(x.reshape(full, tile), [bucket_size] * planes, axis=1)
     else:
       # XLA:CPU would copy the full tiles for their many readers.
       reach = (full - 1) * planes + 1
       stop = lambda k: (k + reach, bucket_size)
       cut = lambda k: lax.slice(buckets, (k, 0), stop(k), (planes, 1))
-    segments.append(Segment(0, buckets, [cut(k) for k in range(planes)]))
+      parts = list(map(cut, range(planes)))
+    segments.append(Segment(0, buckets, list(parts)))
   if x.size > full * tile:
     rest = fill(x[full * tile :])
     last = jnp.pad(rest, (0, tile - rest.size)).reshape(planes, bucket_size)
@@ -91,8 +88,7 @@ def _planes_of(tiles: Array) -> list[Array]:
   """Returns the planes of tiles, ``[rows, P, B]``, as parts of rows of elements."""
   # XLA:CPU would hold tiles and planes.
   rows, planes, size = tiles.shape
-  flat = tiles.reshape(rows, planes * size)
-  return [_columns(flat, k * size, (k + 1) * size) for k in range(planes)]
+  return list(lax.split(tiles.reshape(rows, planes * size), [size] * planes, axis=1))
 
 
 def filled(x: Array, bucket_size: int) -> Array:

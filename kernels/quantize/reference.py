@@ -84,7 +84,7 @@ def encode_rows(
   for tiles in planes.tile_segments(x, form.planes, form.bucket_size):
     own = tiles.rows_of(scale)
     factor = jnp.broadcast_to(form.factor(own), (tiles.shape[0], form.planes))
-    factors = (lax.slice_in_dim(factor, k, k + 1, axis=1) for k in range(form.planes))
+    factors = lax.split(factor, [1] * form.planes, axis=1)
     each = zip(tiles.planes, factors, tiles.lanes(dither, first_row), strict=True)
     codes = [form.code(*given, limit) for given in each]
     rows.append([form.pack(codes), *[planes.float_words(own)] * form.inline])

@@ -55,10 +55,9 @@ def take_step(
 
 def correct(options: Compression, updates: Any, state: CompressState) -> list[Any]:
   """Returns the leaves of the gradients, plus momentum and residual."""
-  facts = options.codec.facts
 
   def add(g: jax.Array, residual: residuals.Stored | None = None) -> jax.Array:
-    wide = g.astype(working_dtype(facts, g.dtype))
+    wide = g.astype(working_dtype(options.codec.facts, g.dtype))
     if residual is None:
       return wide
     kept = lax.reshape(residuals.read_residual(residual), g.shape)
