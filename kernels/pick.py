@@ -23,10 +23,12 @@ def pick(function: Callable[[Array], T], number: Array, arrays: Sequence[Array])
   """Returns ``function(arrays[number])``, of arrays of one type."""
   if len(arrays) == 1:
     return function(arrays[0])
+  assert len(set(map(jax.typeof, arrays))) == 1
   closed, like = jax.make_jaxpr(function, return_shape=True)(arrays[0])
   # What the function takes from around it is an operand, too.
   names = [*closed.jaxpr.invars, *closed.jaxpr.constvars]
   body = ClosedJaxpr(closed.jaxpr.replace(constvars=[], invars=names), [])
+  number = lax.convert_element_type(number, "int32")  # XLA takes no other
   found = _PICK.bind(number, *arrays, *closed.consts, body=body, count=len(arrays))
   return jax.tree.unflatten(jax.tree.structure(like), found)
 
@@ -53,12 +55,13 @@ def _lower(
 ) -> Sequence[Any]:
   function = jax.jit(jaxpr_as_fun(body))  # which a program then holds once
   lowered = mlir.lower_fun(function)
+  same = [*body.jaxpr.outvars] == body.jaxpr.invars[:1]
   types = [mlir.aval_to_ir_type(ctx.module_context, x) for x in ctx.avals_out]
   case = stablehlo.CaseOp(types, index=number, num_branches=count)
   for region, x in zip(case.regions, operands[:count], strict=True):
     own = ctx.replace(avals_in=body.in_avals)  # a context takes results once
     with ir.InsertionPoint(region.blocks.append()):
-      found = lowered(own, x, *operands[count:]) if body.eqns else [x]
+      found = [x] if same else lowered(own, x, *operands[count:])
       stablehlo.return_(jax.tree.leaves(found))
   return case.results
 

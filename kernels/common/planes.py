@@ -116,7 +116,7 @@ def pack_planes(codes: Iterable[Array], bits: int) -> Array:
     >>> hex(pack_planes([jnp.uint32(1), jnp.uint32(11)], 4))
     '0xb1'
   """
-  placed = (code << np.uint32(k * bits) if k else code for k, code in enumerate(codes))
+  placed = (code << (k * bits) if k else code for k, code in enumerate(codes))
   return functools.reduce(jnp.bitwise_or, placed)
 
 

@@ -125,7 +125,7 @@ def encode_rows(x: Array, *, form: Form, first_row: int = 0) -> Encoded:
   fill = functools.partial(planes.filled, bucket_size=form.bucket_size)
   rows = []
   for tiles in planes.tile_segments(flat, WORD, form.bucket_size, fill):
-    signs = [(plane < 0).astype(jnp.uint32) for plane in tiles.planes]
+    signs = [jax.lax.lt(x, np.float32(0)).astype(jnp.uint32) for x in tiles.planes]
     scales = tiles.rows_of(pairs).reshape(-1, 2 * WORD)
     rows.append([planes.pack_planes(signs, 1), planes.float_words(scales)])
   words = planes.stacked(rows, form.row_words)

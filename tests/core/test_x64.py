@@ -1,4 +1,4 @@
-"""Under jax_enable_x64 a scan of layers traces, and keeps the dtypes of all else."""
+"""Under jax_enable_x64 scans and updates lower, and keep the dtypes of all else."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,8 @@ import pytest
 
 from gradcomp import parallel
 from gradcomp.codecs import QSGD
+from tests.support import modes
+from tests.support.cases.recipe import make
 
 GIVEN = {"axis_name": "data", "codec": QSGD(bits=4, bucket_size=32)}
 SHARDS = {"params": QSGD(bits=8), "axis": 0}
@@ -36,5 +38,20 @@ def test_a_scan_keeps_its_dtypes(scan, shape):
     with jax.enable_x64(x64):
       found = jax.eval_shape(jax.vmap(grads, axis_name="data"), of_two)
     return jax.tree.map(lambda x: (x.shape, str(x.dtype)), found)
+
+  assert types(True) == types(False)
+
+
+@pytest.mark.parametrize("name", ["qsgd", "terngrad", "aps", "redsync"])
+def test_an_update_of_large_leaves_in_a_loop_lowers_and_keeps_its_dtypes(name):
+  tx = make(name, axis_name="data")
+  leaves = [jax.ShapeDtypeStruct((512, 300), "float32")] * 4
+  specs = {"in_specs": jax.P(), "out_specs": jax.P("data"), "check_vma": False}
+
+  def types(x64):
+    update = lambda grads: tx.update(grads, tx.init(grads))[0]
+    step = jax.jit(jax.shard_map(update, mesh=modes.mesh(2), **specs))
+    with jax.enable_x64(x64):
+      return [x.dtype for x in step.lower(leaves).out_info]
 
   assert types(True) == types(False)

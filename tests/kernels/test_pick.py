@@ -49,9 +49,12 @@ def test_each_number_picks_its_array_and_the_function_is_traced_once(way):
 
 
 def test_workers_pick_alike_and_one_array_is_no_choice():
-  typed = lambda *arrays: pick(lambda x: x + 1, jnp.int32(2), arrays)
-  specs = {"in_specs": jax.P("data"), "out_specs": jax.P("data")}
+  typed = lambda *arrays: pick(lambda x: (x + 1, 2, x), jnp.uint8(2), arrays)
+  specs = {
+    "in_specs": jax.P("data"),
+    "out_specs": (jax.P("data"), jax.P(), jax.P("data")),
+  }
   step = jax.jit(jax.shard_map(typed, mesh=modes.mesh(2), **specs))
-  chex.assert_trees_all_equal(step(*ARRAYS), ARRAYS[2] + 1)
+  chex.assert_trees_all_equal(step(*ARRAYS), (ARRAYS[2] + 1, 2, ARRAYS[2]))
   assert "stablehlo.case" in step.lower(*ARRAYS).as_text()
   assert "stablehlo.case" not in step.lower(ARRAYS[0]).as_text()

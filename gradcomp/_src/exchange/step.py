@@ -176,17 +176,15 @@ def agree(sending: Sending) -> Sending:
   codecs = list(map(sending.layout.codec_of, range(len(leaves))))
   groups = encoding.grouped(codecs, leaves, contexts)
   found = encoding.statistics_of(groups, leaves)
-  agreed = [found[i][0] for i in range(len(leaves))]
+  agreed, measured = ([found[i][k] for i in range(len(leaves))] for k in range(2))
   own = [x for x in agreed if x is not None]
   if own and sending.exchange.sends:
-    message = jnp.concatenate([x.reshape(-1) for x in own])
+    message = jnp.concatenate([lax.collapse(x, 0) for x in own])
     most = collectives.largest(message, sending.workers.axis_name)
     parts = iter(layouts.cut(most, [x.size for x in own]))
     agreed = [x if x is None else next(parts).reshape(x.shape) for x in agreed]
-  known = zip(contexts, agreed, strict=True)
-  contexts = [
-    x._replace(agreed=y, measured=found[i][1]) for i, (x, y) in enumerate(known)
-  ]
+  known = zip(contexts, agreed, measured, strict=True)
+  contexts = [x._replace(agreed=y, measured=z) for x, y, z in known]
   return sending._replace(contexts=contexts, groups=groups)
 
 
@@ -266,7 +264,8 @@ def _kept(
       return OwnEntries(coded.chosen, coded.lost, sending.factor)
     if mine is not None:
       first = starts()[i] - lax.axis_index(sending.workers.axis_name) * len(mine)
-    rows, agreed = sending.adjacent[group][0][start:stop], sending.contexts[i].agreed
+    rows = lax.slice_in_dim(sending.adjacent[group][0], start, stop)
+    agreed = sending.contexts[i].agreed
     return Own(rows, agreed, mine, first, codec, layout.view(i), sending.factor)
 
   return [kept(*leaf) for leaf in enumerate(sending.leaves)]
@@ -306,7 +305,7 @@ def decode(sending: Sending, received: Received) -> list[Reduced]:
       memory, chosen = memory._replace(own=coded.own), coded.chosen
       if sending.mark and chosen is None:
         group, start, stop = layout.slots[i]
-        rows = sending.adjacent[group][0][start:stop]
+        rows = lax.slice_in_dim(sending.adjacent[group][0], start, stop)
         chosen = layout.sums[group].sent_at(rows, layout.like[i].size)
     if sending.watch:  # a leaf that was added to others first was sent as it is
       (sent,) = times([views[i].reshape(leaf.shape) if i in views else leaf], factor)

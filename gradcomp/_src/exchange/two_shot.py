@@ -90,7 +90,7 @@ def _to_owners(own: protocol.Sending, _: None) -> protocol.Received:
 
   def split(group: int, rows: jax.Array) -> jax.Array:
     """Splits the rows of each leaf in a matrix into shares, ``[N, shares, ...]``."""
-    leaves = [rows[start:stop] for at, start, stop in layout.slots if at == group]
+    leaves = [lax.slice_in_dim(rows, *x[1:]) for x in layout.slots if x.group == group]
     return jnp.concatenate([lines.shares(x, workers) for x in leaves], axis=1)
 
   send = functools.partial(collectives.scatter, axis_name=workers.axis_name)

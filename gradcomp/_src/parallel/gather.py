@@ -85,7 +85,7 @@ def gather(  # noqa: PLR0913 - options of users, by keyword
   """
   wire, back = options.shard_wires(axis_name, params, grads, residual)
   key = options.checked_key(key, wire.codec, wire.backward)
-  x = jnp.atleast_1d(options.checked_floats(w_shard))
+  x = jnp.atleast_1d(options.checked_floats(w_shard, "w_shard"))
   axis = options.checked_axis("axis", axis, x.ndim)
   share = None if shape is None else -(-math.prod(shape) // wire.size)
   if share is not None and x.shape != (share,):
@@ -130,7 +130,7 @@ def gather_residual(
     (4, 3, 8)
   """
   size = axes.require_size(axis_name)
-  x = jnp.atleast_1d(options.checked_floats(w_shard))
+  x = jnp.atleast_1d(options.checked_floats(w_shard, "w_shard"))
   axis = options.checked_axis("axis", axis, x.ndim)
   zeros = jnp.zeros(_residual_shape(x, axis, size), jnp.float32)
   return types.mark_varying(zeros, axis_name, x)
