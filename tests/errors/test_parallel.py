@@ -48,7 +48,7 @@ shards(shape=(4, 5)) -> `w_shard` ... (5,) ... (3, 2) ... jnp.pad
 shards(residual=jnp.zeros((3, 2))) -> `residual` ... (12, 2) ... (3, 2) ... gather_
 shards(residual=jnp.zeros((12, 2), int)) -> TypeError: `residual` ... float dtype
 shards(params="int8") -> TypeError: `params`
-on_all(lambda x: gather(x > 0, **SHARDS)) -> TypeError: `x` ... float
+on_all(lambda x: gather(x > 0, **SHARDS)) -> TypeError: `w_shard` ... float
 scanned(exchange="local") -> `exchange` ... 'local'
 scanned(codec=QSGD(bits=4, rounding="nearest"), exchange="psum") -> `exchange` ... psum
 scanned(layers=(jnp.ones((3, 8)), jnp.ones((2, 8)))) -> `layers` ... [2, 3] ... stack
