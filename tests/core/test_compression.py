@@ -1,6 +1,7 @@
 """Tests the cost of a trace: the same for any size, and little for a further leaf."""
 
 import gc
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from gradcomp.codecs import QSGD, RandomK
 from gradcomp.local import local_steps
 from gradcomp.parallel import zero
 from tests.plugins.slow_cases import slow
+from tests.support.cases import recipe
 
 SMALL, LARGE = (2**10 + 1, 2**10 - 3), (2**18 + 1, 2**18 - 3)  # 2**20 and 2**36
 MEGABYTES = 20
@@ -126,6 +128,29 @@ def test_a_further_leaf_is_soon_traced(name):
   mapped = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P())
   few, many = (bound(lambda x=x: jax.eval_shape(mapped, layers(x))) for x in (10, 110))
   assert many - few < 100 * most
+
+
+@pytest.mark.parametrize("name", ["qsgd", *slow("aps", "redsync", "terngrad")])
+def test_each_further_leaf_takes_as_long_to_trace(name):
+  """Binds would not tell: `jax.lax.switch` takes the square of its branches."""
+  tx, counts = recipe.make(name, axis_name="data"), []
+
+  def step(params):
+    gradient = gradcomp.defer_reduction(params, axis_name="data")
+    return tx.update(gradient, tx.init(params))[0]
+
+  mesh = jax.sharding.AbstractMesh((8,), ("data",))
+  mapped = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P())
+  for leaves in (10, 10, 40, 70):  # the first finds caches of the library empty
+    calls = itertools.count()
+    jax.clear_caches()
+    sys.setprofile(lambda *_, calls=calls: next(calls))
+    try:
+      jax.eval_shape(mapped, [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * leaves)
+    finally:
+      sys.setprofile(None)
+    counts.append(next(calls))
+  assert counts[3] - counts[2] < 1.02 * (counts[2] - counts[1])
 
 
 @pytest.mark.parametrize("name", NAMES)
