@@ -1,5 +1,6 @@
 """Tests the cost of a trace: the same for any size, and little for a further leaf."""
 
+import functools
 import gc
 import itertools
 import re
@@ -114,11 +115,8 @@ def layers(leaves):
   return [jax.ShapeDtypeStruct((8, *x), jnp.float32) for x in shapes * leaves][:leaves]
 
 
-@pytest.mark.parametrize("name", FURTHER)
-def test_a_further_leaf_is_soon_traced(name):
-  """Forty binds took 4 ms where those of a plain mean and adamw took 1.4."""
-  make, most = TRANSFORMATIONS[name]
-  tx = make()
+def on_eight(tx):
+  """An update on eight workers, of shapes alone."""
 
   def step(params):
     gradient = gradcomp.defer_reduction(params, axis_name="data")
@@ -126,27 +124,28 @@ def test_a_further_leaf_is_soon_traced(name):
 
   mesh = jax.sharding.AbstractMesh((8,), ("data",))
   mapped = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P())
-  few, many = (bound(lambda x=x: jax.eval_shape(mapped, layers(x))) for x in (10, 110))
+  return functools.partial(jax.eval_shape, mapped)
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_a_further_leaf_is_soon_traced(name):
+  """Forty binds took 4 ms where those of a plain mean and adamw took 1.4."""
+  make, most = TRANSFORMATIONS[name]
+  trace = on_eight(make())
+  few, many = (bound(lambda x=x: trace(layers(x))) for x in (10, 110))
   assert many - few < 100 * most
 
 
 @pytest.mark.parametrize("name", ["qsgd", *slow("aps", "redsync", "terngrad")])
 def test_each_further_leaf_takes_as_long_to_trace(name):
   """Binds would not tell: `jax.lax.switch` takes the square of its branches."""
-  tx, counts = recipe.make(name, axis_name="data"), []
-
-  def step(params):
-    gradient = gradcomp.defer_reduction(params, axis_name="data")
-    return tx.update(gradient, tx.init(params))[0]
-
-  mesh = jax.sharding.AbstractMesh((8,), ("data",))
-  mapped = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P())
+  trace, counts = on_eight(recipe.make(name, axis_name="data")), []
   for leaves in (10, 10, 40, 70):  # the first finds caches of the library empty
     calls = itertools.count()
     jax.clear_caches()
     sys.setprofile(lambda *_, calls=calls: next(calls))
     try:
-      jax.eval_shape(mapped, [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * leaves)
+      trace([jax.ShapeDtypeStruct((512, 512), jnp.float32)] * leaves)
     finally:
       sys.setprofile(None)
     counts.append(next(calls))
