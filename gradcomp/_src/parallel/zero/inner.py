@@ -69,7 +69,7 @@ class Inner:
       old = jax.tree.leaves(state)
       found = self._update([*means, *old, *master, *self._extra])
       columns = means, found[: len(means)], master, seen, rows.elements
-      leaves = list(map(_moved, *columns))
+      leaves = [_moved(*x) for x in zip(*columns, strict=True)]
       after, finite, lacking = ([x[k] for x in leaves] for k in range(3))
       pairs = zip(found[len(means) :], old, self._init.results, strict=True)
       new = [x if i is None else jnp.where(finite[i], x, y) for x, y, i in pairs]
@@ -167,7 +167,8 @@ def still_lacking(
 ) -> Rows:
   """Returns the master minus the new parameters; ``old`` where no update is finite."""
   # `dtypes` are those of each leaf's parameter and update.
-  return list(map(_left, dtypes, rows.elements, master, seen, sent, old))
+  columns = dtypes, rows.elements, master, seen, sent, old
+  return [_left(*x) for x in zip(*columns, strict=True)]
 
 
 @functools.partial(jax.jit, static_argnums=0)  # leaves of a shape: traced once
