@@ -24,21 +24,21 @@ from gradcomp._src.core.feedback import ErrorFeedback, MomentumFeedback
 from gradcomp._src.core.specs import init_state, state_specs
 from gradcomp._src.core.transform import compress
 from gradcomp._src.local_steps.mean_over import mean_over
-from gradcomp._src.mesh.per_worker import PerWorker
+from gradcomp._src.mesh.trees import PerWorker
 from gradcomp._src.report.citation import citation
 from gradcomp._src.report.explain import explain
 from gradcomp._src.report.overlap_report import overlap_report
 from gradcomp._src.report.wire_report import wire_report
 from gradcomp._src.training.gradients import defer_reduction, value_and_grad
-from gradcomp._src.training.train_step import TrainStep, make_train_step
-from gradcomp._src.training.worker import TrainOptions
+from gradcomp._src.training.train_step import TrainOptions, TrainStep, make_train_step
 from gradcomp._src.transforms.each_worker import global_norm
-from gradcomp._src.transforms.low_precision import aps, loss_scaling_cast
 from gradcomp._src.transforms.low_rank import powersgd
 from gradcomp._src.transforms.options import CompressOptions
 from gradcomp._src.transforms.recipes import (
+  aps,
   dense,
   eight_bit,
+  loss_scaling_cast,
   natural,
   onebit_sgd,
   policy,

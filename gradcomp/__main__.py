@@ -123,12 +123,6 @@ def _parser(
   return parse
 
 
-def _between(least: float, most: float, what: str) -> Callable[[str], float]:
-  """Returns a parser of numbers in a range, with the range in its error."""
-  rule = f"{what} from {least:g} to {most:g}"
-  return _parser(rule, float, lambda value: least <= value <= most)
-
-
 def _magnitude(text: str) -> float:
   """Parses 25000000, 25_000_000, 25e6 or 25M."""
   text = text.strip().lower()
@@ -144,17 +138,15 @@ def _workers(text: str) -> int | tuple[int, int]:
   return sizes[0] if len(sizes) == 1 else (sizes[0], sizes[1])
 
 
-def _budget(text: str) -> str | float:
-  return checked_budget(text if text in get_args(BudgetName) else float(text))
-
-
 _rule = "a number of parameters from 1 to 1e15, such as 25M or 25e6"
 _params = _parser(_rule, _magnitude, lambda value: 1 <= value <= 1e15)
 _sizes = _parser("a number of workers, as 8, or hosts x chips, as 4x2", _workers)
-_rate = _times = _between(1e-6, 1e6, "a number")
-_seconds = _between(0, 1e6, "seconds")
-_bound = _parser(f"{_BUDGETS}, above 0", _budget)
-_count = _between(1, 1e12, "a number of steps")
+_in_range = lambda value: 1e-6 <= value <= 1e6
+_rate = _times = _parser("a number from 1e-06 to 1e+06", float, _in_range)
+_seconds = _parser("seconds from 0 to 1e+06", float, lambda value: 0 <= value <= 1e6)
+_named = lambda text: text if text in get_args(BudgetName) else float(text)
+_bound = _parser(f"{_BUDGETS}, above 0", lambda text: checked_budget(_named(text)))
+_count = _parser("a number of steps from 1 to 1e+12", float, lambda x: 1 <= x <= 1e12)
 _steps = _parser("a whole number of steps", _count, float.is_integer)  # also 1e5
 
 

@@ -2,8 +2,7 @@
 
 from gradcomp._src.exchange.auto import Auto
 from gradcomp._src.exchange.hierarchical import Hierarchical
-from gradcomp._src.exchange.one_stage import AllGather
 from gradcomp._src.exchange.protocol import Exchange
-from gradcomp._src.exchange.two_shot import TwoShot
+from gradcomp._src.exchange.schedules import AllGather, TwoShot
 
 __all__ = ["AllGather", "Auto", "Exchange", "Hierarchical", "TwoShot"]

@@ -8,10 +8,9 @@ from gradcomp._src.parallel.collectives import (
   psum_scatter,
   sum_gradients,
 )
-from gradcomp._src.parallel.compress_in_scan import compress_in_scan
 from gradcomp._src.parallel.gather import gather, gather_matmul, gather_residual
 from gradcomp._src.parallel.reshard import reshard
-from gradcomp._src.parallel.scan import scan
+from gradcomp._src.parallel.scan import compress_in_scan, scan
 from gradcomp._src.parallel.zero.transform import zero
 
 __all__ = ["all_gather", "all_to_all", "compress_in_scan", "gather", "gather_matmul"]

@@ -1,1 +1,1 @@
-"""Inner loops of the codecs, a folder an operation: jnp references and kernels."""
+"""Inner loops of the codecs, a file an operation: jnp references and kernels."""

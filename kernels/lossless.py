@@ -39,26 +39,22 @@ def encode_rows(tiles: Array) -> Array:
   code = jnp.where(field == 0, _FIELD_ZERO, code)
   escaped = code == _ESCAPE
   count = jnp.sum(escaped, axis=(1, 2), dtype=jnp.uint32)
-  listed = _smallest(jnp.where(escaped, _places() << 8 | field, jnp.uint32(_UNUSED)))
-  last = jnp.where(count > ESCAPES, jnp.uint32(_FULL), listed[:, -1])
-  pack = lambda x, i, bits: pack_planes([x[:, i + k] for k in range(32 // bits)], bits)
-  words = [pack(rest, 0, 8), pack(rest, 4, 8), pack(code, 0, 4)]
-  words += [pack(largest, 0, 8), pack(largest, 4, 8), listed[:, :-1], last[:, None]]
-  return jnp.concatenate(words, axis=1)
-
-
-def _smallest(entry: Array) -> Array:
-  """Returns the first entries of each row in their order, ``uint32[rows, ESCAPES]``."""
+  entries = jnp.where(escaped, _places() << 8 | field, jnp.uint32(_UNUSED))
 
   def following(last: Array, _: None) -> tuple[Array, Array]:
-    later = jnp.where(entry > last[:, None, None], entry, jnp.uint32(_UNUSED))
+    later = jnp.where(entries > last[:, None, None], entries, jnp.uint32(_UNUSED))
     found = jnp.min(later, axis=(1, 2))
     return found, found
 
   # An entry holds the exponent of an escape, which is not zero: all are above zero.
   # The product has the type of the rows, also where they vary over mesh axes.
-  first = entry[:, 0, 0] * jnp.uint32(0)
-  return jax.lax.scan(following, first, None, length=ESCAPES)[1].T
+  first = entries[:, 0, 0] * jnp.uint32(0)
+  listed = jax.lax.scan(following, first, None, length=ESCAPES)[1].T
+  last = jnp.where(count > ESCAPES, jnp.uint32(_FULL), listed[:, -1])
+  pack = lambda x, i, bits: pack_planes([x[:, i + k] for k in range(32 // bits)], bits)
+  words = [pack(rest, 0, 8), pack(rest, 4, 8), pack(code, 0, 4)]
+  words += [pack(largest, 0, 8), pack(largest, 4, 8), listed[:, :-1], last[:, None]]
+  return jnp.concatenate(words, axis=1)
 
 
 def decode_rows(rows: Array) -> Array:

@@ -159,7 +159,8 @@ def _message(tree: list[jax.Array]) -> tuple[Calls, Any, int]:
   def rows(tree: list[jax.Array], keys: jax.Array) -> dict[int, jax.Array]:
     given = tree, list(map(codecs.Context, keys))
     found = encoding.encode_leaves(encoding.grouped(own, *given), *given, keep=False)
-    return layout.stack({i: x.rows for i, x in found.items()})
+    parts = layout.adjacent({i: x.rows for i, x in found.items()})
+    return {i: jnp.concatenate(rows) for i, rows in parts.items()}
 
   @jax.jit
   def leaves(matrices: dict[int, jax.Array]) -> dict[int, jax.Array]:

@@ -12,7 +12,7 @@ import re
 
 from benchmarks.common import cli
 from gradcomp._src.report import collectives, hlo_text
-from gradcomp._src.report.work import Works
+from gradcomp._src.report.overlap_report import work_of
 
 FOLDER = cli.ROOT / "tests" / "report" / "hlo" / "scheduled"
 # What is written, by the names of the programs' files.
@@ -34,8 +34,8 @@ _KEPT = {
 def cut(text: str) -> str:
   """Returns a text with less in it, that has the same collectives and products."""
   module = hlo_text.read_module(text)
-  works, entry = Works(), module.computations[module.entry]
-  kept = [x for x in entry if x.opcode == "after-all" or _matters(works, entry, x)]
+  known, entry = {}, module.computations[module.entry]
+  kept = [x for x in entry if x.opcode == "after-all" or _matters(known, entry, x)]
   called: set[str] = set()
   names = {y for x in kept for y in x.called}
   while new := names - called:
@@ -56,16 +56,16 @@ def cut(text: str) -> str:
   return "\n\n".join(parts) + "\n"
 
 
-def _matters(works: Works, body: hlo_text.Computation, x: hlo_text.Instruction) -> bool:
+def _matters(known: dict, body: hlo_text.Computation, x: hlo_text.Instruction) -> bool:
   """Returns whether an instruction is a collective, a part of one, or a product."""
   kind = x.opcode.partition("-start")[0].partition("-done")[0].partition("-update")[0]
   if kind in collectives.SHARE_SENT or kind in ("send", "recv", "call", "async"):
     return True
   if x.attributes.get("custom_call_target", "").startswith('"AsyncCollective'):
     return True
-  work = works.of(body, x)
+  work = work_of(body, x, known)
   return bool(work and work.flops) or any(
-    _matters(works, callee, y) for callee in body.called(x) for y in callee
+    _matters(known, callee, y) for callee in body.called(x) for y in callee
   )
 
 

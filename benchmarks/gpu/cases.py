@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradcomp import codecs
-from gradcomp._src.codecs.quantizing import bucket_words
+from gradcomp._src.codecs.quantizing import TENSOR_ROW
 from gradcomp._src.codecs.sums.records import NOTHING, Context
 from gradcomp._src.kernels import float_cast
 from gradcomp._src.kernels.common.dithers import LANES
 from gradcomp._src.kernels.gpu.dispatch import Implementation
-from gradcomp._src.kernels.one_bit.reference import WORD
+from gradcomp._src.kernels.one_bit import WORD
 
 KEY = np.array([0x9E3779B9, 0x7F4A7C15], np.uint32)
 _DITHER = np.append(KEY, np.uint32(0))
@@ -61,7 +61,7 @@ class Case(NamedTuple):
     if self.rounds:
       return self.rounds
     size = getattr(self.codec, "bucket_size", self.codec.row_words)
-    return max(self.codec.tile_size // bucket_words(size) // LANES, 1)
+    return max(self.codec.tile_size // (size or TENSOR_ROW) // LANES, 1)
 
   def function(self, implementation: Implementation | None) -> Encode:
     """Returns one implementation as a function of the gradient and the operands."""
@@ -167,11 +167,11 @@ def _cast(e: int, m: int, rounding: Any, *, auto: bool, timed: bool) -> Case:
   def operands(codec: codecs.FloatCast, x: jax.Array) -> tuple[jax.Array, ...]:
     if not auto:
       return _dither(codec, x)
-    exponent = float_cast.reference.shift(codec.agree(x)[0, 0], codec.format, 1)
+    exponent = float_cast.shift(codec.agree(x)[0, 0], codec.format, 1)
     return (exponent, *_dither(codec, x))
 
   encode = lambda codec, x, *given: (
-    codec._encode(x, given[0] if auto else None, _context(codec, given).dither),
+    codec._encode(x, given[0] if auto else None, _context(codec, given)),
   )
   name = f"float_cast ({e}, {m}) {rounding}{', exponent' * auto}"
   # With an exponent, codes of what is not finite mean nothing.

@@ -20,7 +20,7 @@ from gradcomp._src.core.border import any_tree
 from gradcomp._src.exchange import auto, plan, protocol
 from gradcomp._src.mesh import axes, shard_maps
 from gradcomp._src.optimizers.moments import require_agreement, with_decay
-from gradcomp._src.transforms import factors
+from gradcomp._src.transforms import low_rank
 
 
 def dion(  # noqa: PLR0913 - options of users, by keyword
@@ -152,15 +152,15 @@ class _Momentum(feedback.NoFeedback):
 def _step(mean: Array, right: Array, left: Array) -> Array:
   """Returns the step of a leaf, by factors; NaN where its mean is not finite."""
   m, n = left.shape[-1], right.shape[-1]
-  step = math.sqrt(n / m) * factors.multiplied(left, right).reshape(mean.shape)
+  step = math.sqrt(n / m) * low_rank.multiplied(left, right).reshape(mean.shape)
   return jnp.where(jnp.isfinite(mean), step, jnp.nan)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Factors(factors.Factors):
+class _Factors(low_rank.Factors):
   """Sends ``1 - mu`` of the mean as factors; keeps the last right and left ones."""
 
-  rank: int = checks.field(..., factors.RANK)
+  rank: int = checks.field(..., low_rank.RANK)
   mu: float = checks.field(..., checks.BELOW_1)
   matrix: tuple[int, int, int] | None = None  # the stack, m and n, once bound
 
@@ -201,23 +201,23 @@ class _Factors(factors.Factors):
   def init(self, leaf: records.Leaf, key: Array) -> records.Memory:
     """Returns a leaf's first right factors, which are random, and no left ones."""
     stack, m, n = self._shape
-    rows = factors.random_rows(key, stack * self.rank, n).reshape(stack, self.rank, n)
+    rows = low_rank.random_rows(key, stack * self.rank, n).reshape(stack, self.rank, n)
     return records.Memory(shared=(rows, jnp.zeros((stack, self.rank, m), jnp.float32)))
 
-  def talk(self, leaves: Sequence[Array], memory: Sequence[Any]) -> factors.Talk:
+  def talk(self, leaves: Sequence[Array], memory: Sequence[Any]) -> low_rank.Talk:
     """Computes the share of the mean that is sent, while others average the factors."""
     stacks = [leaf.reshape(self._shape) for leaf in leaves]
-    sums = yield [*map(factors.left_factor, stacks, (right for right, _ in memory))]
-    basis = factors.each_orthonormal(jnp.concatenate(sums))
+    sums = yield [*map(low_rank.left_factor, stacks, (right for right, _ in memory))]
+    basis = low_rank.each_orthonormal(jnp.concatenate(sums))
     lefts = basis.reshape(len(leaves), *sums[0].shape)
-    rights = yield [*map(factors.right_factor, lefts, stacks)]
-    start = factors.random_rows(jnp.zeros(2, jnp.uint32), self.rank, self._shape[2])
+    rights = yield [*map(low_rank.right_factor, lefts, stacks)]
+    start = low_rank.random_rows(jnp.zeros(2, jnp.uint32), self.rank, self._shape[2])
     shares, kept = list[Array](), list[tuple[Array, Array]]()
     for x, left, right, (old, last) in zip(leaves, lefts, rights, memory, strict=True):
       finite = jnp.isfinite(right).all(axis=(1, 2), keepdims=True)
       # Else a number that is not finite would reach its column alone.
       sent = jnp.where(finite, (1 - self.mu) * right, jnp.nan)
-      shares.append(factors.multiplied(left, sent).reshape(x.shape))
-      new = factors.remembered(old, right, start)
+      shares.append(low_rank.multiplied(left, sent).reshape(x.shape))
+      new = low_rank.remembered(old, right, start)
       kept.append((jnp.where(finite, new, old), jnp.where(finite, left, last)))
     yield shares, kept

@@ -17,9 +17,9 @@ from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import Context
 from gradcomp._src.codecs.sums.tiles import in_order
 from gradcomp._src.kernels.common import fixed_point, planes
+from gradcomp._src.kernels.common.dithers import threefry2x32
 from gradcomp._src.kernels.common.fixed_point import divide, held, inverse, sign_bit
 from gradcomp._src.kernels.common.scales import norms, sum_by_halves
-from gradcomp._src.kernels.common.threefry import threefry2x32
 from gradcomp._src.kernels.materialize import LARGE
 
 Scale = Literal["unbiased", "least squares"]

@@ -163,15 +163,13 @@ def _by_lanes(tiles: Array) -> Array:
 
 
 def _flat_rows(tiles: Array) -> Array:
-  return tiles.reshape(len(tiles), math.prod(tiles.shape[1:]))  # also of no rows
+  """Returns tiles as rows of elements, ``[rows, tile_size]``, also of no rows."""
+  return tiles.reshape(len(tiles), math.prod(tiles.shape[1:]))
 
 
-@on_tpu(_by_lanes)
-def joined(tiles: Array) -> Array:
-  """Returns tiles as rows of elements, ``[rows, tile_size]``."""
-  # XLA for TPUs would decode in the order of the leaf, and move each word and each
-  # scale there once for every one of its elements, in arrays as large as the leaf.
-  return _flat_rows(tiles)
+# XLA for TPUs would decode in the order of the leaf, and move each word and each scale
+# there once for every one of its elements, in arrays as large as the leaf.
+joined = on_tpu(_by_lanes)(_flat_rows)
 
 
 # TPUs decode first, see `joined`.

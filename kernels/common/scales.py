@@ -49,12 +49,8 @@ def scales_of_bits(bits: Array) -> Array:
   return floats(jnp.where(bits < int(_SMALLEST_NORMAL.view(np.int32)), 0, least))
 
 
-def _largest_by_bits(x: Array) -> Array:
-  """Returns :func:`_largest` for TPUs, which find one maximum of integers sooner."""
-  return floats(lax.bitcast_convert_type(jnp.abs(x), jnp.int32).max(axis=-1))
-
-
-@on_tpu(_largest_by_bits)
+# TPUs find one maximum of integers sooner.
+@on_tpu(lambda x: floats(tiles.largest_bits(x)))
 def _largest(x: Array) -> Array:
   """Returns the largest magnitude over the last axis, or NaN if there is one."""
   # One variadic reduction of maximum and minimum, because XLA:CPU's library call for a
@@ -111,23 +107,6 @@ def _tensor_maximum(x: Array) -> Array:
   return _maximum(jnp.concatenate(parts))
 
 
-def bucket_norms(x: Array, planes: int, bucket_size: int, norm: Norm) -> Array:
-  """Returns the norms of an array's buckets, one line a tile: ``float32[rows, P]``."""
-  return _bucket_norms(x, planes=planes, bucket_size=bucket_size, norm=norm)
-
-
-def _norms_of_planes(x: Array, *, planes: int, bucket_size: int, norm: Norm) -> Array:
-  """Returns :func:`bucket_norms` for TPUs, from one plane after the other."""
-  lines = [jnp.zeros([0, planes], jnp.float32)]
-  whole, rest = divmod(bucket_size, _VECTOR)
-  of_planes: Any = lambda planes: [norms(plane, norm) for plane in planes]
-  if norm == "l2" and not rest and not whole & (whole - 1):
-    of_planes = _lengths_of_planes
-  for segment in tile_segments(x, planes, bucket_size):
-    lines.append(jnp.stack(of_planes(segment.planes), axis=1))
-  return jnp.concatenate(lines)
-
-
 def _lengths_of_planes(planes: Sequence[Array]) -> Array:
   """Returns the l2 norms of planes, ``[rows, B]`` each: ``float32[P, rows]``."""
   # First the vectors of a bucket are added, and then, in a fourth of the array or less,
@@ -148,8 +127,21 @@ def _lengths_of_planes(planes: Sequence[Array]) -> Array:
   return _lengths(jnp.stack(largest), columns.reshape(sums.shape[:2]))
 
 
+def _norms_of_planes(x: Array, *, planes: int, bucket_size: int, norm: Norm) -> Array:
+  """Returns :func:`bucket_norms` for TPUs, from one plane after the other."""
+  lines = [jnp.zeros([0, planes], jnp.float32)]
+  whole, rest = divmod(bucket_size, _VECTOR)
+  of_planes: Any = lambda planes: [norms(plane, norm) for plane in planes]
+  if norm == "l2" and not rest and not whole & (whole - 1):
+    of_planes = _lengths_of_planes
+  for segment in tile_segments(x, planes, bucket_size):
+    lines.append(jnp.stack(of_planes(segment.planes), axis=1))
+  return jnp.concatenate(lines)
+
+
 @on_tpu(_norms_of_planes)
-def _bucket_norms(x: Array, *, planes: int, bucket_size: int, norm: Norm) -> Array:
+def bucket_norms(x: Array, *, planes: int, bucket_size: int, norm: Norm) -> Array:
+  """Returns the norms of an array's buckets, one line a tile: ``float32[rows, P]``."""
   lines = [jnp.zeros([0, planes], jnp.float32)]
   for segment in tile_segments(x, planes, bucket_size):
     count = segment.shape[0] * planes
@@ -214,39 +206,37 @@ def sums_by_kernel(
 ) -> list[Array]:
   """Returns :func:`sums_of_groups` for TPUs, to the same bits."""
 
+  def sums(x: Array) -> Array:  # of blocks, and then of each 16 of these sums
+    blocks = []  # the first of each line, the second and so on
+    for start in range(0, _LINE, _BLOCK):
+      parts = (x[at : at + _LANES] for at in range(start, start + _BLOCK, _LANES))
+      total = functools.reduce(jnp.add, parts)
+      blocks.append(total.T.reshape(-1, _GROUP // _LINE, _LANES))
+    steps = [block[:, line] for line in range(_GROUP // _LINE) for block in blocks]
+    return lax.bitcast_convert_type(functools.reduce(jnp.add, steps), jnp.int32)
+
   def body(x: Array, first: Array, down: Array) -> tuple[Array, ...]:
     d = (x.T - first) * down
-    return tuple(map(_sums_of_columns, (d, _square(d))))
+    return sums(d), sums(_square(d))
 
   launch = tiles.Launch("sums_of_groups", [_LANES] * 2, interpret)
   found = lines.encode(body, x, launch, _GROUP, _LINE, (first, down))
   return [floats(part).reshape(-1) for part in found]
 
 
-def _sums_of_columns(x: Array) -> Array:
-  """Sums the blocks of ``float32[512, lines]``, and then each 16 of their sums."""
-  blocks = []  # the first of each line, the second and so on
-  for start in range(0, _LINE, _BLOCK):
-    parts = (x[at : at + _LANES] for at in range(start, start + _BLOCK, _LANES))
-    total = functools.reduce(jnp.add, parts)
-    blocks.append(total.T.reshape(-1, _GROUP // _LINE, _LANES))
-  steps = [block[:, line] for line in range(_GROUP // _LINE) for block in blocks]
-  return lax.bitcast_convert_type(functools.reduce(jnp.add, steps), jnp.int32)
-
-
 _of_groups = with_kernel(sums_of_groups, sums_by_kernel)
+
+
+def _sums_of_sums(sums: Sequence[Array]) -> list[Array]:
+  """Sums each 16 of blocks of 8 numbers, in order."""
+  blocks = [_filled(x).reshape(-1, _STEPS, _LANES) for x in sums]
+  return [x.reshape(-1) for x in sum_lanes(tuple(blocks))]
 
 
 def _sums_of_blocks(x: Array, first: Array, down: Array) -> list[Array]:
   """Returns sums of differences and of squares: 8 for each 128 elements, in order."""
-  d = (_filled(x - first) * down).reshape(-1, _STEPS, _LANES)
-  return [a.reshape(-1) for a in sum_lanes((d, _square(d)))]
-
-
-def _sums_of_sums(sums: list[Array]) -> list[Array]:
-  """Adds each 16 of blocks' sums."""
-  blocks = [_filled(a).reshape(-1, _STEPS, _LANES) for a in sums]
-  return [a.reshape(-1) for a in sum_lanes(tuple(blocks))]
+  d = (x - first) * down
+  return _sums_of_sums([d, _square(d)])
 
 
 def _filled(x: Array) -> Array:

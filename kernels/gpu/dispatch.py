@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
 from gradcomp._src import checks
-from gradcomp._src.kernels.gpu import self_check, table, tiles
+from gradcomp._src.kernels.gpu import table, tiles
 from gradcomp._src.kernels.tpu import lines
 
 Implementation = Literal["xla", "pallas", "pallas_interpret"]
@@ -23,9 +23,14 @@ _Kernels = Mapping[str, _Function | str]
 NO_KERNEL = "there is no such kernel for this operation"
 
 
-def encoder(reference: Any, pallas: Any) -> _Function:
-  """Returns an encoder that chooses a function of these modules of an operation."""
-  refusal = getattr(pallas, "refusal", tiles.refusal)
+def encoder(
+  name: str,
+  reference: _Function,
+  on_gpu: _Function,
+  on_tpu: _Function | None = None,
+  refusal: Callable[[int, Any], str] = tiles.refusal,
+) -> _Function:
+  """Returns an encoder that chooses one of these functions."""
 
   def encode_rows(
     x: Array,
@@ -33,14 +38,13 @@ def encoder(reference: Any, pallas: Any) -> _Function:
     form: tiles.Form,
     implementation: Implementation | None = None,
   ) -> tiles.Encoded:
-    name = getattr(form, "name", reference.__name__.split(".")[-2])
+    own = getattr(form, "name", name)
     if operands and (scale := operands[0]) is not None:  # the time depends on them
-      name += ", scales" if scale.ndim > 1 and scale.shape[1] > 1 else ", one scale"
-    kernels = {"cuda": refusal(x.size, form) or pallas.encode_rows, "tpu": NO_KERNEL}
-    if hasattr(pallas, "encode_on_tpu"):
-      kernels["tpu"] = lines.refusal(x.size, form) or pallas.encode_on_tpu
-    given = reference.encode_rows, kernels, x, *operands
-    return run(name, *given, form=form, implementation=implementation)
+      own += ", scales" if scale.ndim > 1 and scale.shape[1] > 1 else ", one scale"
+    by_lines = lines.refusal(x.size, form) or on_tpu if on_tpu else NO_KERNEL
+    kernels = {"cuda": refusal(x.size, form) or on_gpu, "tpu": by_lines}
+    given: Any = own, reference, kernels, x, *operands
+    return run(*given, form=form, implementation=implementation)
 
   return encode_rows
 
@@ -78,8 +82,7 @@ def run(
     kernel = able[platform]
     size = max(x.size for x in jax.tree.leaves(operands))
     serves = lambda: table.serves(platform, name, size)
-    if self_check.is_on(platform) and serves():
-      self_check.require(kernel, reference, operands, platform)
+    table.require_right(kernel, reference, operands, platform, serves)
     return lambda *given: (kernel if serves() else xla)(*given)
 
   if implementation is None and able:
@@ -95,8 +98,7 @@ def run(
       f"`implementation` must be one that runs here, got {implementation!r}, which "
       f'needs {missing}; use None, which takes the fastest, or "xla".'
     )
-  if self_check.is_on(platform):
-    self_check.require(kernel, reference, operands, platform)
+  table.require_right(kernel, reference, operands, platform)
   return kernel(*operands)
 
 
@@ -120,6 +122,7 @@ def _jitted(function: _Function, **options: Any) -> Any:
 # `jax.lax.platform_dependent` would import Pallas everywhere.
 _CALL = Primitive("gradcomp_kernel")
 _CALL.multiple_results = True
+_CALL.def_abstract_eval(lambda *_, kernels, reference: reference.out_avals)
 
 # A kernel by Mosaic for TPUs, which XLA cannot partition, and JAX refuses to where it
 # would have to. Any other function for TPUs has the name of the platform.
@@ -161,11 +164,6 @@ def with_kernel(function: _Function, kernel: _Function) -> _Function:
   return functools.partial(run, name, function, {"tpu": kernel})
 
 
-@_CALL.def_abstract_eval
-def _types(*_: Any, kernels: _Named, reference: ClosedJaxpr) -> list[Any]:
-  return reference.out_avals
-
-
 @_CALL.def_impl
 def _run(*leaves: Any, kernels: _Named, reference: ClosedJaxpr) -> Any:
   named = {name: kernel for name, kernel in kernels if name != _MOSAIC}
@@ -193,17 +191,16 @@ def _program(reference: ClosedJaxpr) -> _Function:
 def _lower(name: str, ctx: Any, *leaves: Any, kernels: _Named, reference: Any) -> Any:
   named = dict(kernels)
   kernel = named.get(name) or _program(reference)
-  if name == "tpu" and not _is_partitioned(ctx.module_context.axis_context):
-    kernel = named.get(_MOSAIC, kernel)
+  if name == "tpu" and _MOSAIC in named:
+    # XLA partitions a program, or this part of it, over several devices, unless all
+    # axes of its mesh are manual.
+    context = ctx.module_context.axis_context
+    if (mesh := getattr(context, "mesh", None)) is None:
+      alone = getattr(context, "num_devices", None) == 1
+    else:
+      alone = {*context.manual_axes, *mesh.manual_axes} == {*mesh.axis_names}
+    kernel = named[_MOSAIC] if alone else kernel
   return mlir.lower_fun(kernel)(ctx, *leaves)
-
-
-def _is_partitioned(context: Any) -> bool:
-  """Returns True if XLA partitions a program, or this part of it, over devices."""
-  if not hasattr(context, "mesh"):
-    return bool(getattr(context, "num_devices", None) != 1)
-  manual = set(context.manual_axes) | set(context.mesh.manual_axes)
-  return manual != set(context.mesh.axis_names)
 
 
 batching.primitive_batchers[_CALL] = _batched

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from gradcomp._src.kernels.common.dithers import Dither, lane_stream
 from gradcomp._src.mesh.types import varying_axes
@@ -149,12 +149,12 @@ class Block:
     return plgpu.layout_cast(x, self._layout(x.shape))
 
   def iota(self, dtype: Any, shape: Shape, axis: int) -> Array:
-    """Returns ``jax.lax.broadcasted_iota`` in the layout of its shape."""
-    return self.placed(jax.lax.broadcasted_iota(dtype, shape, axis))
+    """Returns ``lax.broadcasted_iota`` in the layout of its shape."""
+    return self.placed(lax.broadcasted_iota(dtype, shape, axis))
 
   def spread(self, x: Array, shape: Shape) -> Array:
     """Repeats an array along new last axes."""
-    return self.placed(jax.lax.broadcast_in_dim(x, shape, tuple(range(x.ndim))))
+    return self.placed(lax.broadcast_in_dim(x, shape, tuple(range(x.ndim))))
 
   def lanes(self, dither: Dither | None, first: Index = 0) -> Iterator[Operand]:
     """Yields lanes of planes from ``first``, a multiple of 8; None without a dither."""
@@ -178,9 +178,8 @@ class Block:
     self.write(self._rows, words, pl.ds(first, count) if words.ndim > 1 else first)
 
   def put_residual(self, plane: Index, rest: Array) -> None:
-    """Writes the residual of a plane, as :meth:`plane` reads it, if there is one."""
-    if self._residual is not None:
-      self.write(self._residual, rest, plane)
+    """Writes the residual of a plane, as :meth:`plane` reads it."""
+    self.write(self._residual, rest, plane)
 
   def write(self, ref: Any, x: Array, *index: Any) -> None:
     """Writes the block's rows of a reference with a line a row, or a part of each."""
@@ -286,7 +285,7 @@ def run(
   from jax.experimental.pallas import mosaic_gpu as plgpu
 
   def numbered(*refs: Any) -> None:
-    kernel(jax.lax.axis_index("block"), *refs)
+    kernel(lax.axis_index("block"), *refs)
 
   numbered.__name__ = name
   found = plgpu.kernel(
@@ -303,16 +302,14 @@ def run(
     ),
     interpret=interpret or None,
   )(*inputs)
+  # `plgpu.kernel` drops the types of `jax.shard_map`.
+  every = frozenset[str]().union(*map(varying_axes, inputs))
+  lacking = [tuple(sorted(every - varying_axes(x))) for x in found]
+  cast = functools.partial(lax.pcast, to="varying")
+  typed = [cast(x, axes) if axes else x for x, axes in zip(found, lacking, strict=True)]
   # Without the barrier, XLA of JAX 0.11.2 fuses the call with the update of its last
   # row, and then refuses the fusion.
-  return jax.lax.optimization_barrier([_varying_as(inputs, x) for x in found])
-
-
-def _varying_as(inputs: Sequence[Array], x: Array) -> Array:
-  """Types an output as varying over the mesh axes of all inputs."""
-  # `plgpu.kernel` drops the types of `jax.shard_map`.
-  axes = frozenset[str]().union(*map(varying_axes, inputs)) - varying_axes(x)
-  return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+  return lax.optimization_barrier(typed)
 
 
 def completed(
@@ -349,7 +346,7 @@ def _ended(x: Array, last: Array, at: int) -> Array:
   """Writes the last rows into the room that a kernel left, or behind its rows."""
   if len(x) == at:
     return jnp.concatenate([x, last])
-  return jax.lax.dynamic_update_slice(x, last, (at, *[0] * (x.ndim - 1)))
+  return lax.dynamic_update_slice(x, last, (at, *[0] * (x.ndim - 1)))
 
 
 def typed(x: Array, shape: Shape, dtype: Any) -> jax.ShapeDtypeStruct:
@@ -362,6 +359,6 @@ def typed(x: Array, shape: Shape, dtype: Any) -> jax.ShapeDtypeStruct:
 def largest_bits(x: Array, axis: int = -1, keepdims: bool = False) -> Array:
   """Returns the bits of each line's largest magnitude; NaN's if one is not finite."""
   # Maxima of floats drop NaN on some GPUs, maxima of integers do not.
-  magnitude = jax.lax.bitcast_convert_type(x, jnp.int32) & _MAGNITUDE
+  magnitude = lax.bitcast_convert_type(x, jnp.int32) & _MAGNITUDE
   bits = magnitude.max(axis=axis, keepdims=keepdims)
   return jnp.where(bits < _INFINITY, bits, _NAN)

@@ -36,7 +36,7 @@ def tests_of(name: str) -> str:
   path = Path(name)
   parts = [part for part in path.parts if part not in ("gradcomp", "_src")]
   room, file = Path("tests", *parts[:-1][:1]), f"test_{path.name}"
-  # Operations of kernels have files of the same names.
+  # All tests of the room test each operation of the kernels.
   own = () if path.parts[0] == "kernels" else (room / file,)
   for found in (*own, room, Path("tests", "project", f"test_{room.name}.py")):
     if (run.ROOT / found).exists() and found != Path("tests"):

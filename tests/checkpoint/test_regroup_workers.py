@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import gradcomp
-from gradcomp._src.checkpoint.regroup_workers import floats_of, stored_of
-from gradcomp._src.core.residual_storage import is_stored
+from gradcomp._src.checkpoint.reshard import floats_of, stored_of
+from gradcomp._src.core.feedback import is_stored
 from gradcomp._src.exchange import plan as plans
-from gradcomp._src.mesh.platforms import planned_for
+from gradcomp._src.mesh.study import planned_for
 from gradcomp.codecs import QSGD
 from tests.support import modes
 from tests.support.assertions import assert_same_bits

@@ -104,8 +104,8 @@ def test_large_leaves_of_a_shape_take_turns(monkeypatch):
     contexts = [Context(laws.KEY + i) for i in range(4)]
     if codec in agreeing:
       groups = encoding.grouped([codec] * 4, leaves, contexts)
-      found = encoding.statistics_of(groups, leaves)
-      for i, (agreed, measured) in found.items():
+      found = zip(*encoding.statistics_of(groups, leaves), strict=True)
+      for i, (agreed, measured) in enumerate(found):
         assert_same_bits(agreed, codec.agree(leaves[i]))
         contexts[i] = contexts[i]._replace(agreed=agreed, measured=measured)
 

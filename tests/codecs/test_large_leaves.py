@@ -70,6 +70,24 @@ def test_they_have_the_bits_of_small_leaves(codec, exchange, feedback, monkeypat
     assert np.isfinite(x.astype(np.float32)).all()
 
 
+@pytest.mark.parametrize("codec", [QSGD(bits=4), TopK(density=0.01)], ids=str)
+def test_the_error_of_a_narrow_mean_joins_the_unsent_part(codec):
+  """Addends of plain jit are wider than their mean, of the parameters' dtype."""
+  tx = gradcomp.compress(codec, axis_name="data", feedback="error")
+  grad_fn = gradcomp.value_and_grad(lambda w, x: jnp.vdot(w, x[0]), axis_name="data")
+
+  def update(w, x):
+    grads = grad_fn(w, x)[1]
+    assert grads.dtype == jnp.float32
+    return tx.update(grads, tx.init(w), w)
+
+  w, x = jnp.ones(SHAPE, jnp.float16), jnp.ones((WORKERS, *SHAPE), jnp.float16)
+  with jax.set_mesh(modes.mesh(WORKERS, AxisType.Explicit)):
+    x = jax.device_put(x, P("data"))
+    mean, state = jax.jit(update).eval_shape(jax.device_put(w, P()), x)
+  assert (mean.dtype, state.residual.dtype) == (jnp.float16, jnp.float32)
+
+
 def compiled(tx, size, workers=None):
   """A step of one leaf, which gives its state before its update."""
   like = jax.ShapeDtypeStruct((size,), jnp.float32)

@@ -10,7 +10,7 @@ import pytest
 import gradcomp
 from gradcomp._src.codecs import sparse as _sparse
 from gradcomp._src.kernels.common import sparse
-from gradcomp._src.kernels.common.threefry import key_words
+from gradcomp._src.kernels.common.dithers import key_words
 from gradcomp.codecs import BlockTop, Context, RandomK, TopK
 from tests.plugins.slow_cases import slow
 from tests.specs import random_k, top_k

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp import ErrorFeedback
-from gradcomp._src.core import residual_storage
+from gradcomp._src.core import feedback
 from gradcomp.codecs import QSGD
 from tests.support import laws, modes
 from tests.support.assertions import assert_same_bits
@@ -25,14 +25,14 @@ CODEC = QSGD(bits=2, bucket_size=32, rounding="nearest")
 STORED = ("bfloat16", "int8")
 each_way = pytest.mark.parametrize("stored", STORED)
 store = {
-  "bfloat16": jax.jit(residual_storage.to_bfloat16),
-  "int8": jax.jit(residual_storage.to_int8),
+  "bfloat16": jax.jit(feedback.to_bfloat16),
+  "int8": jax.jit(feedback.to_int8),
 }
 
 
 def read(residual):
   """The numbers of a residual, in NumPy."""
-  if not residual_storage.is_stored(residual):
+  if not feedback.is_stored(residual):
     return np.asarray(residual).astype(np.float32)
   codes, scales = map(np.asarray, residual)
   size = codes.shape[-1] // max(scales.shape[-1], 1)
@@ -100,13 +100,13 @@ def test_blocks_divide_the_last_axis():
   def stored(key):
     kept = []
     for shape in SHAPES:
-      lanes = residual_storage.lanes(key, shape)
-      kept.append(residual_storage.to_int8(jnp.ones(shape), lanes))
-    return [(x, residual_storage.read_residual(x)) for x in kept]
+      lanes = feedback.lanes(key, shape)
+      kept.append(feedback.to_int8(jnp.ones(shape), lanes))
+    return [(x, feedback.read_residual(x)) for x in kept]
 
   found = zip(SHAPES.items(), stored(np.zeros(2, np.uint32)), strict=True)
   for (shape, blocks), (kept, ones) in found:
-    first = jax.eval_shape(functools.partial(residual_storage.zeros, shape, "int8"))
+    first = jax.eval_shape(functools.partial(feedback.first_residual, shape, "int8"))
     assert (first.codes.shape, first.scales.shape) == (shape, blocks)
     assert jax.tree.map(jnp.shape, kept) == jax.tree.map(jnp.shape, first)
     assert_same_bits(ones, read(kept))
@@ -132,7 +132,7 @@ def test_rounding_is_unbiased_over_keys(stored):
   def residual(stored, key):
     tx = exchange(stored, axis_name=None, exchange="auto", key=key)
     kept = tx.update(x, tx.init(x))[1].residual
-    return residual_storage.read_residual(kept).astype(jnp.float32)
+    return feedback.read_residual(kept).astype(jnp.float32)
 
   def both(seeds):
     rounded = jax.vmap(lambda seed: residual(stored, jax.random.key(seed)))(seeds)
@@ -174,7 +174,7 @@ def test_where_nothing_is_finite_the_old_residual_stays(stored):
   state, kept = None, []
   for tree in trees:
     _, state = update(tree, state, jax.tree.map(lambda leaf: leaf[0], tree))
-    is_stored = residual_storage.is_stored
+    is_stored = feedback.is_stored
     kept.append(jax.tree.map(read, state.residual, is_leaf=is_stored))
   old, new = kept
   assert_same_bits(new["w"][:, 2], old["w"][:, 2])
@@ -208,11 +208,11 @@ def test_a_state_takes_what_the_page_says():
     leaves = jax.tree.leaves(state.residual)
     assert sum(x.size * x.dtype.itemsize for x in leaves) == each * elements
     codecs = {"grads": CODEC, "params": CODEC, "axis_name": "data"}
-    feedback = ErrorFeedback(residual_dtype=stored)
-    tx = gradcomp.parallel.zero(optax.sgd(0.1), feedback=feedback, **codecs)
+    rule = ErrorFeedback(residual_dtype=stored)
+    tx = gradcomp.parallel.zero(optax.sgd(0.1), feedback=rule, **codecs)
     options = {"axis_name": "data", "workers": WORKERS}
     state = gradcomp.checkpoint.state_shapes(tx, PARAMS, **options)
-    kinds = {residual_storage.kind(state.gradients.residual[name]) for name in PARAMS}
+    kinds = {feedback.kind(state.gradients.residual[name]) for name in PARAMS}
     assert kinds == {stored}
 
 
@@ -238,7 +238,7 @@ def test_specs_of_parameters_reach_every_part(stored):
     state = tx.init(params)
 
   def about(state):
-    placed = residual_storage.shaped(state[0].residual), state[0].estimate
+    placed = feedback.shaped(state[0].residual), state[0].estimate
     shapes = jax.tree.map(lambda x: (x.shape, x.dtype), state)
     return shapes, [of(tree["w"]) for tree in placed if tree]
 

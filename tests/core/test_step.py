@@ -9,13 +9,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
+from gradcomp._src.kernels import quantize
 from gradcomp._src.kernels.materialize import LARGE
-from gradcomp._src.kernels.quantize import reference
 from tests.support import modes
 
 LIBRARY = str(Path(gradcomp.__file__).parent)  # with a link to the kernels in it
-REFERENCE = str(Path(reference.__file__))
-NAMES = "encode_rows", "decode_rows"
+REFERENCE = str(Path(quantize.__file__))
+NAMES = "encode_reference", "decode_reference"
 
 
 def trace_updates(size, report):
@@ -61,5 +61,5 @@ def test_a_step_is_a_call_a_verb_and_a_kernel_at_most_12_below_it(size):
   trace_updates(size, report)
   assert found == words
   assert depths.keys() == set(NAMES)
-  assert len(depths["encode_rows"]) == 2  # of leaves, and of means
+  assert len(depths["encode_reference"]) == 2  # of leaves, and of means
   assert max(map(max, depths.values())) <= 12, depths

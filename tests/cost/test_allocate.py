@@ -177,7 +177,7 @@ def test_a_plan_takes_it_where_it_is_faster(found):
   assert pair(planned)[0] == "allocated"
   rows = {x.candidate.name: x for x in planned.rows if x.exchange.name == "all_gather"}
   four, less = rows["QSGD-4"], rows["allocated"]
-  assert less.sent.bytes_sent < four.sent.bytes_sent
+  assert less.bytes_sent < four.bytes_sent
   # The uniform codec's loss is measured by another drawing of bits.
   assert less.error <= four.error * 1.02
   chosen = {x.path: x.codec for x in planned.explanation.leaves}

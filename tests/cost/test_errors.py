@@ -9,8 +9,7 @@ import gradcomp
 from gradcomp import exchange as exchanges
 from gradcomp._src.cost.planner.candidates import as_candidate
 from gradcomp._src.cost.planner.errors import Errors, mean_error, omega
-from gradcomp._src.exchange.one_stage import AllReduce
-from gradcomp._src.exchange.ring import Ring
+from gradcomp._src.exchange.schedules import AllReduce, Ring
 from gradcomp.codecs import QSGD, Dense, FloatCast, Policy, Ternary
 from tests.plugins.slow_cases import slow
 from tests.support.cases.plan import BY_NAME, plan

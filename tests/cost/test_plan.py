@@ -15,7 +15,7 @@ from gradcomp._src.cost.planner import choice
 from gradcomp._src.cost.planner.candidates import CANDIDATES, Record
 from gradcomp._src.cost.planner.choice import best
 from gradcomp._src.cost.planner.errors import Errors, mean_error, omega
-from gradcomp._src.exchange.ring import Ring as Ring
+from gradcomp._src.exchange.schedules import Ring as Ring
 from gradcomp.codecs import QSGD, Dense, TopK
 from gradcomp.cost import Link
 from gradcomp.exchange import AllGather as AllGather

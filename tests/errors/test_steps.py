@@ -109,7 +109,7 @@ scalars({"a": [0.5, v(1)]}) for v in str, complex, jax.random.key -> TypeError: 
 scalars({"a": {"b": 1.0}, "a/b": 2.0}) -> `metrics`['a/b'] must have ... rename
 # Batches that workers cannot share.
 of_batches({"mask": SIX}, batch_argnums=(1, 2)) ->
-  argument 2 ... share equally, got ... (6,) at ['mask']
+  argument 2['mask'] ... share equally, got ... (6,)
 of_batches(SIX) -> `batch_argnums` ... differ ... got [6, 8]
 of_batches(SIX, batch_argnums=3) -> `batch_argnums` must be among the 3 ... got 3
 of_batches(np.array([0, 7], np.uint32), batch_argnums=(1, 2)) ->

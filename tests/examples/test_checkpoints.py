@@ -27,5 +27,5 @@ def test_the_examples_draw_the_batches_again_that_were_used(tmp_path):
   assert resumed(tmp_path / "a") == (0, 3, "none yet", "d")
   assert resumed(tmp_path / "a") == (2, 3, {"seen": "b"}, "d")
   record = record | {"format": 0}
-  with pytest.raises(ValueError, match="of the format 0"):
+  with pytest.raises(ValueError, match="of the format 1, .* got 0"):
     resumed(tmp_path / "a")

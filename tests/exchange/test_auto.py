@@ -7,7 +7,7 @@ import pytest
 import gradcomp
 from gradcomp._src.exchange.auto import choose
 from gradcomp._src.exchange.layout import plan_rows
-from gradcomp._src.exchange.one_stage import AllReduce
+from gradcomp._src.exchange.schedules import AllReduce
 from gradcomp.codecs import QSGD, Dense
 from gradcomp.exchange import AllGather, Auto, TwoShot
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import gradcomp
-from gradcomp._src.exchange import lines
+from gradcomp._src.exchange import collectives
 from gradcomp.codecs import QSGD
 from tests.specs.lines import LEAST, split_line
 from tests.support import laws, modes
@@ -31,8 +31,8 @@ def test_lines_are_those_of_the_page(shapes):
 
   @jax.jit
   def there_and_back(parts):
-    joined = lines.join(parts)
-    return joined, lines.split(joined, shapes)
+    joined = collectives.join(parts)
+    return joined, collectives.split(joined, shapes)
 
   joined, split = jax.device_get(there_and_back(parts))
   told = zip(*(split_line(line, shapes) for line in joined), strict=True)
@@ -81,5 +81,5 @@ def test_lanes_change_no_bits(monkeypatch):
     return modes.run_all("vmap", tx, steps), total
 
   flat = run()
-  monkeypatch.setattr(lines, "_LEAST", 1)
+  monkeypatch.setattr(collectives, "_LEAST", 1)
   assert_same_bits(run(), flat)

@@ -12,7 +12,7 @@ import gradcomp
 from gradcomp._src.core import compression
 from gradcomp._src.exchange import collectives, plan
 from gradcomp._src.exchange.plan import automatic_bytes, cut
-from gradcomp._src.mesh.platforms import platform
+from gradcomp._src.mesh.study import platform
 from gradcomp.codecs import QSGD, Dense
 from gradcomp.exchange import TwoShot
 from tests.plugins.slow_cases import slow
@@ -133,7 +133,7 @@ def test_the_platform_is_that_of_the_mesh():
 @pytest.fixture
 def cut_small(monkeypatch):
   """Makes ``"auto"`` cut small leaves into several messages, on CPUs too."""
-  monkeypatch.setattr(compression, "platform", lambda: "tpu")
+  monkeypatch.setattr(compression.study, "platform", lambda: "tpu")
   monkeypatch.setattr(plan, "automatic_bytes", lambda payload, workers: 300)
 
 

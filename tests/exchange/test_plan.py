@@ -7,8 +7,8 @@ import pytest
 import gradcomp
 from gradcomp._src.core.compression import Compression
 from gradcomp._src.exchange import hierarchical
-from gradcomp._src.exchange.one_stage import AllReduce
-from gradcomp._src.mesh.place import Place
+from gradcomp._src.exchange.schedules import AllReduce
+from gradcomp._src.mesh.types import Place
 from gradcomp.codecs import QSGD, Dense, FloatCast
 from gradcomp.exchange import AllGather, TwoShot
 from tests.support import laws, modes

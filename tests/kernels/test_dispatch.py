@@ -11,8 +11,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
+from gradcomp._src.kernels import quantize
 from gradcomp._src.kernels.common.scales import scales
-from gradcomp._src.kernels.quantize import reference
+from gradcomp._src.kernels.gpu import dispatch
 from gradcomp.codecs import QSGD, TopK
 from tests.errors import table
 from tests.plugins.slow_cases import slow
@@ -94,7 +95,7 @@ assert jax.devices()[0].platform == "cpu"
 print(*sys.modules)
 """
   loaded = installs.run("-c", code, cwd=tmp_path, PYTHONPATH=str(ROOT)).split()
-  assert "gradcomp._src.kernels.quantize.pallas" in loaded
+  assert "gradcomp._src.kernels.quantize" in loaded
   back_ends = ("jax.experimental.pallas", "jax.experimental.mosaic")
   assert not [module for module in loaded if module.startswith(back_ends)]
 
@@ -130,13 +131,14 @@ def test_other_sizes_take_the_reference_everywhere():
 
 
 def test_leaves_of_one_shape_are_traced_and_lowered_once(monkeypatch):
-  traced, encode_rows = [], reference.encode_rows
+  traced, encode_rows = [], quantize.encode_reference
 
   def counted(x, *operands, **options):
     traced.append(x.shape)
     return encode_rows(x, *operands, **options)
 
-  monkeypatch.setattr(reference, "encode_rows", counted)
+  encoder = dispatch.encoder("qsgd", counted, quantize.encode_on_gpu)
+  monkeypatch.setattr(quantize, "encode_rows", encoder)
 
   def lines(*sizes):
     codec = QSGD(bits=4, bucket_size=64)

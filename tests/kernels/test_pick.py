@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from gradcomp._src.kernels.pick import pick
+from gradcomp._src.kernels.materialize import pick
 from tests.support import modes
 
 ARRAYS = [jnp.arange(4.0) + 10 * k for k in range(5)]

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from gradcomp._src.codecs.sums.records import NOTHING
-from gradcomp._src.kernels.selection import RowView, reference, search
+from gradcomp._src.kernels.selection import RowView, mark, positions
 from gradcomp.codecs import TopK
 from tests.plugins.slow_cases import slow
 from tests.support import laws, modes, selections
@@ -63,27 +63,27 @@ every_implementation = pytest.mark.parametrize(
 
 
 def marker(implementation):
-  return jax.jit(functools.partial(search.mark, implementation=implementation))
+  return jax.jit(functools.partial(mark, implementation=implementation))
 
 
 @every_implementation
 @pytest.mark.parametrize("size", SIZES)
 def test_marks_are_those_that_reach_the_threshold(size, implementation):
-  mark = marker(implementation)
+  marks = marker(implementation)
   for (name, x), sign, threshold in itertools.product(
     data(size).items(), SIGNS, THRESHOLDS
   ):
-    words = mark(RowView([x[None]], np.int32(0)), threshold, sign)
+    words = marks(RowView([x[None]], np.int32(0)), threshold, sign)
     reached = packed(expected(x, threshold, sign))
     np.testing.assert_array_equal(words, reached, f"{name}, {threshold:#x}, {sign}")
 
 
 @every_implementation
 def test_marks_of_one_row_out_of_several_matrices(implementation):
-  size, mark = 2 * TILE + 5, marker(implementation)
+  size, marks = 2 * TILE + 5, marker(implementation)
   x = laws.gaussian((2, 3, size))
   for number in range(6):
-    words = mark(RowView(list(x), np.int32(number)), THRESHOLDS[2], None)
+    words = marks(RowView(list(x), np.int32(number)), THRESHOLDS[2], None)
     reached = expected(x.reshape(6, size)[number], THRESHOLDS[2], None)
     np.testing.assert_array_equal(words, packed(reached))
 
@@ -104,7 +104,7 @@ def test_lists_are_in_order_and_end_where_they_should(size):
 
   @jax.jit
   def lists(words):
-    return [reference.positions(words, capacity, size) for capacity in capacities]
+    return [positions(words, capacity, size) for capacity in capacities]
 
   for words in words_of(size):
     found = positions_of(words)
@@ -120,7 +120,7 @@ def test_kernels_lower_for_cuda(size):
     like = [jax.ShapeDtypeStruct((count, size), jnp.float32)] * matrices
     for sign in (None, np.float32(1)):
       row = RowView(like, np.int32(0))
-      text = lowered_for_cuda(search.mark, row, np.uint32(1), sign)
+      text = lowered_for_cuda(mark, row, np.uint32(1), sign)
       assert text.count(KERNEL) == 1  # for all matrices
 
 

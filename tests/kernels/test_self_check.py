@@ -14,8 +14,8 @@ import pytest
 
 import gradcomp
 from gradcomp._src.checks import see
-from gradcomp._src.kernels.gpu import dispatch, self_check, table
-from gradcomp._src.kernels.quantize import pallas, reference
+from gradcomp._src.kernels import quantize
+from gradcomp._src.kernels.gpu import dispatch, table
 from gradcomp.codecs import QSGD
 from tests.plugins.slow_cases import slow
 from tests.support import modes
@@ -25,8 +25,8 @@ CODEC = QSGD(bits=4, bucket_size=64)
 KEY = np.array([123, 456], np.uint32)
 X = np.random.default_rng(0).standard_normal(1500).astype(np.float32)
 
-kernel, right = pallas.encode_rows, reference.encode_rows
-compare = self_check.compare
+kernel, right = quantize.encode_on_gpu, quantize.encode_reference
+compare = table.compare
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def gpu(monkeypatch):
   """Asks for the check, and lets a CPU stand for a GPU that has every kernel."""
   monkeypatch.setenv("GRADCOMP_CHECK_KERNELS", "1")
   monkeypatch.setattr(table, "devices", lambda *_: jax.devices()[:1])
-  monkeypatch.setattr(self_check, "_found", {})
+  monkeypatch.setattr(table, "_found", {})
   monkeypatch.setattr(dispatch, "_missing", lambda: None)
   with all_kernels():
     yield
@@ -51,7 +51,8 @@ def replace_kernel(monkeypatch, function):
       default=functools.partial(function, **options),
     )
 
-  monkeypatch.setattr(pallas, "encode_rows", encode_rows)
+  encoder = dispatch.encoder("qsgd", right, encode_rows)
+  monkeypatch.setattr(quantize, "encode_rows", encoder)
 
 
 def lying(*operands, **options):
@@ -88,7 +89,7 @@ def encoder(implementation=None, codec=CODEC):
 def test_no_program_has_a_wrong_kernel(function, monkeypatch):
   """It is an error, however the kernel was chosen, and as often as it is."""
   replace_kernel(monkeypatch, function)
-  own = r"(?s)\AOn cpu of process 0, the kernel .*quantize.pallas.encode_rows\(.*"
+  own = r"(?s)\AOn cpu of process 0, the kernel .*quantize.encode_on_gpu\(.*"
   end = r'.* Use `implementation="xla"`\.' + see("runs-the-reference-instead")
   for implementation in (None, "pallas", None):
     with pytest.raises(RuntimeError, match=own + WRONG[function] + end):
@@ -100,7 +101,7 @@ def test_a_kernel_that_is_right_serves(monkeypatch):
   replace_kernel(monkeypatch, right)
   for implementation in (None, "pallas"):
     assert KERNEL in lowered_for_cuda(encoder(implementation), X)
-  assert [*self_check._found.values()] == [""]
+  assert [*table._found.values()] == [""]
 
 
 @pytest.mark.parametrize("mode", ["shard_map", modes.EXPLICIT, *slow("pmap", "vmap")])
@@ -125,7 +126,7 @@ def test_a_kernel_is_tried_once_for_its_options_and_shapes_on_each_kind(monkeypa
     return ""
 
   monkeypatch.setattr(table, "devices", lambda *_: kinds)
-  monkeypatch.setattr(self_check, "compare", compare)
+  monkeypatch.setattr(table, "compare", compare)
   nearest = dataclasses.replace(CODEC, rounding="nearest")
   uniform = dataclasses.replace(nearest, levels="uniform")
   for codec in (CODEC, nearest, uniform, CODEC):
@@ -146,7 +147,7 @@ def test_nothing_is_tried_unless_the_environment_asks(monkeypatch):
       assert KERNEL in lowered_for_cuda(encoder(implementation), X)
   differ = jax.jit(lambda x: (encoder("pallas")(x) != encoder("xla")(x)).sum())
   assert differ(X) == 1
-  assert not self_check._found
+  assert not table._found
   monkeypatch.setenv("GRADCOMP_CHECK_KERNELS", "no")
   with pytest.raises(ValueError, match="`GRADCOMP_CHECK_KERNELS` must be 0 or 1.*'no'"):
     jax.eval_shape(encoder(), X)

@@ -12,11 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from gradcomp._src.codecs.protocol import decoded
 from gradcomp._src.codecs.sums.records import Payload
-from gradcomp._src.kernels import block_float, block_top, one_bit
+from gradcomp._src.kernels import block_float, block_top, one_bit, quantize, selection
 from gradcomp._src.kernels.common import rotation, scales
-from gradcomp._src.kernels.gpu import self_check, table
-from gradcomp._src.kernels.quantize import pallas, reference
-from gradcomp._src.kernels.selection import search
+from gradcomp._src.kernels.gpu import table
 from gradcomp._src.kernels.tpu import lines
 from gradcomp.codecs import QSGD, BlockFloat, BlockTop, EightBit, Leaf, OneBit, Ternary
 from tests.plugins.slow_cases import slow
@@ -56,8 +54,8 @@ def interpreted(form):
 
 def both_ways(module):
   """The interpreted encoder and decoder of a module, each with its reference."""
-  yield interpreted(module.pallas.encode_on_tpu), module.reference.encode_rows
-  yield interpreted(module.pallas.decode_on_tpu), module.reference.decode_rows
+  yield interpreted(module.encode_on_tpu), module.encode_reference
+  yield interpreted(module.decode_on_tpu), module.decode_reference
 
 
 def of_rows(module, form, tile, rest):
@@ -70,19 +68,19 @@ def of_rows(module, form, tile, rest):
 
 def one_bit_rows(size, keep, rest):
   """Buckets of a part of a line, of one and of several, and a partial tile."""
-  form = one_bit.reference.Form(size, keep)
-  return of_rows(one_bit, form, one_bit.reference.WORD * size, rest)
+  form = one_bit.Form(size, keep)
+  return of_rows(one_bit, form, one_bit.WORD * size, rest)
 
 
 def block_top_rows(size, count, bits, keep, rest):
   """Blocks of a part of a line, of one and of several; codes of all widths."""
-  form = block_top.reference.Form(size, count, bits, keep)
-  return of_rows(block_top, form, form.tile_size, rest)
+  form = block_top.Form(size, count, bits, keep)
+  return of_rows(block_top, form, form.planes * form.bucket_size, rest)
 
 
 def block_float_rows(element, scale, size, rest):
   """To nearest and at random, also with five codes a word, and a partial tile."""
-  form = block_float.reference.Form(element, scale, size, rest % 2 == 1)
+  form = block_float.Form(element, scale, size, rest % 2 == 1)
   tile = form.planes * form.bucket_size
   x = values(tile, 9 * tile + rest)
   x *= np.where(np.arange(x.size) // tile % 3 == 2, np.float32(2.0**-112), 1)
@@ -127,7 +125,7 @@ def payloads(codec, rows):
 
 def levels(codec, rows):
   """Words of 32 codes to three, and of a table; and what no kernel takes."""
-  form, plain = interpreted(pallas.decode_on_tpu), reference.decode_rows
+  form, plain = interpreted(quantize.decode_on_tpu), quantize.decode_reference
   yield pair(form, plain, {"form": codec.form}, payloads(codec, rows))
 
 
@@ -147,7 +145,7 @@ def lengths_of_planes(bucket):
 def lines_of_a_sample(size):
   """At every place of a row, and at the end of the last one."""
   start = np.append(np.arange(0, size - 16, 97), size - 16).astype(np.int32)
-  forms = search._lines_by_rows, search._lines.__wrapped__
+  forms = selection._lines_by_rows, selection._lines.__wrapped__
   yield pair(*forms, {}, values(1024, size), start)
 
 
@@ -257,8 +255,8 @@ def test_no_program_has_a_kernel_without_a_table_but_by_name(monkeypatch):
   found = []
   monkeypatch.setenv("GRADCOMP_CHECK_KERNELS", "1")
   monkeypatch.setattr(table, "devices", lambda *_: jax.devices()[:1])
-  monkeypatch.setattr(self_check, "_found", {})
-  monkeypatch.setattr(self_check, "compare", lambda *given: found.append(given) or "")
+  monkeypatch.setattr(table, "_found", {})
+  monkeypatch.setattr(table, "compare", lambda *given: found.append(given) or "")
   for function, given in both(forced, x, rows):
     jax.eval_shape(function, given)
   (*_, (first,), _), (*_, (words,), _) = found

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from gradcomp._src.mesh.per_worker import IN_JIT
+from gradcomp._src.mesh.trees import IN_JIT
 from tests.support import modes
 from tests.support.assertions import assert_same_bits
 from tests.support.cases import steps
@@ -163,7 +163,7 @@ def test_jit_and_its_kin_take_the_leaf_apart():
 
 
 def test_without_registries_it_is_a_node_and_exchanges_as_before():
-  """If the first line fails, JAX has moved them: mesh/per_worker.py has their names."""
+  """If the first line fails, JAX has moved them: mesh/trees.py has their names."""
   assert len(IN_JIT) == 2
   code = """
 import sys, types, jax, jax.numpy as jnp

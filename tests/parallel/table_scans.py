@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import gradcomp
 from gradcomp import codecs, parallel
 from gradcomp._src.exchange.auto import as_exchange
-from gradcomp._src.kernels.common.threefry import fold_key, key_words
+from gradcomp._src.kernels.common.dithers import fold_key, key_words
 from gradcomp.exchange import Hierarchical
 from tests.support import laws
 from tests.support.cases.parallel import mapped_over

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from gradcomp._src.kernels.block_float.product import _by_unit as product_by_unit
+from gradcomp._src.kernels.block_float import _product_by_unit
 from gradcomp.codecs import QSGD, BlockFloat
 from gradcomp.parallel import gather_matmul
 from tests.plugins.slow_cases import slow
@@ -154,7 +154,7 @@ def test_workers_of_a_vmap_on_gpus_take_their_products_one_by_one():
   of = lambda *shape: jnp.ones(shape, jnp.float8_e4m3fn)
   scales = lambda *shape: jnp.ones(shape, jnp.float8_e8m0fnu)
   given = of(N, M, K), scales(N, M, 2), of(ROWS, K), scales(ROWS, 2)
-  y = jax.eval_shape(jax.vmap(product_by_unit, (0, 0, None, None)), *given)
+  y = jax.eval_shape(jax.vmap(_product_by_unit, (0, 0, None, None)), *given)
   assert (y.shape, y.dtype) == ((N, M, ROWS), jnp.float32)
 
 

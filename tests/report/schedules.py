@@ -105,7 +105,7 @@ def program(*lines, inside=""):
   types = {"S": "(X, u32[], token[])", "W": "f32[512,512]", "U": "u32[64,64]"}
   for letter, type_ in [*types.items(), ("X", "u32[8,64]")]:
     text = re.sub(rf"\b{letter}\b", type_, text)
-  return f"HloModule jit_step, is_scheduled=true, num_partitions=8\n{unwrapped(text)}"
+  return f"HloModule jit_step, is_scheduled=true, replica_count=8\n{unwrapped(text)}"
 
 
 def names(overlap):

@@ -8,8 +8,7 @@ import pytest
 
 import gradcomp
 from gradcomp import codecs, exchange
-from gradcomp._src.exchange.one_stage import AllReduce
-from gradcomp._src.exchange.ring import Ring
+from gradcomp._src.exchange.schedules import AllReduce, Ring
 from gradcomp._src.transforms.low_rank import PowerSGD
 from gradcomp.optimizers import adam
 from tests.support.cases.recipe import RECIPES, make

@@ -129,6 +129,7 @@ unknown_groups | known replica groups | g = X all-gather(x), replica_groups=@m
 unknown_axis | known replica groups | g = X all-gather(x), replica_groups=mesh['a'=8] \
 {{'b'}}
 too_few_devices | known replica groups | g = X all-gather(x), replica_groups=[2,2]<=[16]
+other_devices | groups of its own | g = X all-gather(x), replica_groups={{{{8}}}}
 unknown_transfer | known transfers between slices, got 'SWAP' | \
 {SEND}"{{1,2}}x{{0:3}}",_xla_megascale_transfer_type="SWAP"}}
 unknown_target | known transfers between slices, got | \

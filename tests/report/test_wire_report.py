@@ -129,6 +129,7 @@ def test_each_axis_has_a_name_and_a_total():
   for given in (mesh, mesh.abstract_mesh):
     assert wire_report(compiled.as_text(), mesh=given) == report
   assert set(wire_report(compiled.as_text()).by_axis) == {""}
+  assert type(report)(report.collectives).by_axis.keys() == sent.keys()
 
 
 def test_collectives_of_the_partitioner_and_of_pmap():

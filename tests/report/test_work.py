@@ -7,13 +7,13 @@ from jaxlib import _hlo as hlo
 from jaxlib._jax import hlo_module_cost_analysis as analyze
 
 from gradcomp._src.report.hlo_text import read_module
-from gradcomp._src.report.work import Works
+from gradcomp._src.report.overlap_report import work_of
 
 
 def ours(text):
   module = read_module(text)
   (root,) = (x for x in module.computations[module.entry] if x.is_root)
-  found = Works().of(module.computations[module.entry], root)
+  found = work_of(module.computations[module.entry], root, {})
   return (found.flops, found.bytes)
 
 

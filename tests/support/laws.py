@@ -10,9 +10,9 @@ import numpy as np
 import gradcomp
 from gradcomp._src.codecs.protocol import payload_of
 from gradcomp._src.codecs.sums.records import NOTHING
-from gradcomp._src.testing.leaves import KEY as KEY
-from gradcomp._src.testing.leaves import gaussian as gaussian
-from gradcomp._src.testing.leaves import trial
+from gradcomp._src.testing.kit import KEY as KEY
+from gradcomp._src.testing.kit import gaussian as gaussian
+from gradcomp._src.testing.kit import trial
 from gradcomp.codecs import Context, Leaf, Memory
 from gradcomp.testing import laws
 from tests.support import modes

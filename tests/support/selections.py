@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp._src.codecs.sparse import Selected
+from gradcomp._src.codecs.top_k import Selected
 from gradcomp.codecs import Context, Memory
 from tests.specs import top_k
 from tests.support import laws

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from gradcomp._src.core import residual_storage
+from gradcomp._src.core.feedback import read_residual
 from gradcomp._src.mesh.shard_maps import unreduce
 from gradcomp.codecs import QSGD, FloatCast, OneBit, Ternary, TopK
 from gradcomp.telemetry import inspect_update
@@ -195,7 +195,7 @@ def test_residuals_of_few_bits_are_read(stored):
   def step(grads):
     state = tx.init(grads)
     _, after, found = inspect_update(tx, grads, state)
-    waits = residual_storage.read_residual(after.residual["w"]).astype(jnp.float32)
+    waits = read_residual(after.residual["w"]).astype(jnp.float32)
     return after, tx.update(grads, state)[1], waits, found
 
   after, plain, waits, found = of_workers(step)(gradients(workers=2, w=(5, 512)))

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp import parallel
-from gradcomp._src.kernels.common.threefry import fold_key
+from gradcomp._src.kernels.common.dithers import fold_key
 from gradcomp.codecs import QSGD, Dense
 from tests.errors import table
 from tests.plugins.slow_cases import slow

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import gradcomp
-from gradcomp._src.parallel import options
+from gradcomp._src.parallel import wires
 from gradcomp._src.transforms.low_rank import PowerSGD
 from gradcomp._src.transforms.options import ExchangeOptions
 from tests.support import factories
@@ -37,9 +37,9 @@ def test_the_options_are_those_of_compress():
 
 def test_the_options_of_collectives_are_those_of_a_wire():
   """Names and types; the help of each shows the defaults of those that it takes."""
-  shared = inspect.signature(options.wire).parameters
+  shared = inspect.signature(wires.wire).parameters
   expected = {name: parameter.annotation for name, parameter in shared.items()}
-  hints = typing.get_type_hints(options.CollectiveOptions)
+  hints = typing.get_type_hints(wires.CollectiveOptions)
   assert hints == expected
   for name in "all_gather psum_scatter all_to_all ppermute psum sum_gradients".split():
     function = getattr(gradcomp.parallel, name)

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gradcomp._src.transforms import factors
-from gradcomp._src.transforms.low_rank import PowerSGD
+from gradcomp._src.transforms.low_rank import PowerSGD, orthonormal
 from gradcomp.codecs import Dense, Leaf
 from tests.plugins.slow_cases import slow
 from tests.specs import power_sgd as spec
@@ -143,7 +142,7 @@ def test_a_matrix_is_the_squarest_cut_or_dense(shape, matrix):
     assert codec.sides == ((4, m), (4, n))
 
 
-compiled = jax.jit(factors.orthonormal)
+compiled = jax.jit(orthonormal)
 
 
 def orthonormal(rows):

@@ -8,7 +8,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
-from gradcomp._src.mesh.specs import is_spec
+from gradcomp._src.mesh.axes import is_spec
 
 
 def put_on_mesh(state: Any, mesh: Mesh, specs: Any) -> Any:

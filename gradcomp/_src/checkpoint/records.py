@@ -13,9 +13,8 @@ from gradcomp._src.checks import see
 from gradcomp._src.core.specs import state_specs
 from gradcomp._src.exchange.layout import leaf_codecs
 from gradcomp._src.exchange.plan import MessagePlan, own_axes, owned_matrices
-from gradcomp._src.mesh import platforms
-from gradcomp._src.mesh.axes import WorkerSizes, sizes_of
-from gradcomp._src.mesh.specs import is_spec
+from gradcomp._src.mesh import study
+from gradcomp._src.mesh.axes import WorkerSizes, is_spec, sizes_of
 from gradcomp._src.report import tracing
 from gradcomp._src.version import __version__
 
@@ -71,8 +70,8 @@ def make_record(
     'NoFeedback()'
   """
   sizes, _ = sizes_of(workers)
-  with platforms.planned_for(platform):
-    trace, place = tracing.study(optimizer, params, workers), platforms.platform()
+  with study.planned_for(platform):
+    trace, place = tracing.study(optimizer, params, workers), study.platform()
   specs = state_specs(trace.state, axis_name="workers")
   stacked = any(  # whether workers have arrays of their own, over axes that have names
     spec != PartitionSpec() and tracing.UNNAMED[0] not in jax.tree_util.keystr(path)
@@ -117,36 +116,32 @@ def check_record(saved: Any, record: Mapping[str, Any]) -> None:
     ValueError: `saved` must be the record of a state that this optimizer can go on
       with, but the codec of ['w'] was QSGD(bits=4) and is QSGD(bits=8). Make the...
   """
-  _check_form("record", record)
-  version = saved.get("format") if isinstance(saved, Mapping) else None
-  if isinstance(version, int) and version != record["format"]:
-    raise ValueError(
-      f"`saved` must be of the format {record['format']}, which gradcomp "
-      f"{record['gradcomp']} goes on with, got {version}, of gradcomp "
-      f"{saved.get('gradcomp')}; go on with that version, or {_ANEW}."
-    )
-  _check_form("saved", saved)
+  for name, value in (("record", record), ("saved", saved)):
+    parts: Any = value if isinstance(value, Mapping) else {}
+    version = parts.get("format")
+    if isinstance(version, int) and version != FORMAT:
+      raise ValueError(
+        f"`{name}` must be of the format {FORMAT}, which gradcomp {__version__} goes "
+        f"on with, got {version}, of gradcomp {parts.get('gradcomp')}; go on with that "
+        f"version, or {_ANEW}."
+      )
+    wrong = [x for x, kind in _FORM.items() if not isinstance(parts.get(x), kind)]
+    if wrong or not all(isinstance(x, Mapping) for x in parts["transformations"]):
+      part = [*wrong, "transformations"][0]
+      raise TypeError(
+        f"`{name}` must be what gradcomp.checkpoint.make_record returned, but its "
+        f"{part!r} is {parts.get(part)!r}; save it beside the state, or {_ANEW}."
+      )
   if found := _differences(saved, record):
     told = ", ".join(f"{what} was {old} and is {new}" for what, old, new in found[:3])
-    cure = "Make the transformation that the state was saved with"
-    cure = _CURES.get(found[0][0], cure)
     more = f", and {len(found) - 3} more" if found[3:] else ""
+    cure = _CURES.get(
+      found[0][0], "Make the transformation that the state was saved with"
+    )
     raise ValueError(
       "`saved` must be the record of a state that this optimizer can go on with, but "
       f"{told}{more}. {cure}, or {_ANEW}."
       f"{see('a-state-that-this-optimizer-can-go-on-with')}"
-    )
-
-
-def _check_form(name: str, value: Any) -> None:
-  """Raises TypeError for an object that is no record, or lacks a part."""
-  parts: Any = value if isinstance(value, Mapping) else {}
-  wrong = [x for x, kind in _FORM.items() if not isinstance(parts.get(x), kind)]
-  if wrong or not all(isinstance(x, Mapping) for x in parts["transformations"]):
-    part = [*wrong, "transformations"][0]
-    raise TypeError(
-      f"`{name}` must be what gradcomp.checkpoint.make_record returned, but its "
-      f"{part!r} is {parts.get(part)!r}; save it beside the state, or {_ANEW}."
     )
 
 

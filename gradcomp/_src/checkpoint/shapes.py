@@ -13,13 +13,12 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath, keystr, tree_map_with_path
 
 from gradcomp._src import checks
-from gradcomp._src.core.first_state import stacked_for
+from gradcomp._src.core.compression import stacked_for
 from gradcomp._src.core.specs import state_specs
 from gradcomp._src.core.state import collects, is_state, states_in
 from gradcomp._src.exchange.plan import MessagePlan
-from gradcomp._src.mesh import axes, platforms, types
-from gradcomp._src.mesh import specs as mesh_specs
-from gradcomp._src.mesh.param_specs import specs_like
+from gradcomp._src.mesh import axes, study, types
+from gradcomp._src.mesh.shard_maps import specs_like
 from gradcomp._src.mesh.trees import trainable
 from gradcomp._src.report.tracing import first_plans
 
@@ -58,7 +57,7 @@ def state_shapes(
   """
   given: Any = {"axis_name": axis_name, "param_specs": param_specs, "mesh": None}
   given["workers"] = number_of_workers("workers", workers)
-  with platforms.planned_for(platform):
+  with study.planned_for(platform):
     return first_state_of(optimizer, params, **given)[0]
 
 
@@ -85,7 +84,7 @@ def first_state_of(
   kinds |= zip(around.axis_names, around.axis_types, strict=True)
   abstract = axes.abstract_mesh(sizes, tuple(kinds.values()))
   if param_specs is None:  # no map makes all axes manual
-    restricted = lambda x: mesh_specs.restrict_spec(types.typed_spec(x), sizes)
+    restricted = lambda x: axes.restrict_spec(types.typed_spec(x), sizes)
     specs = jax.tree.map(restricted, params)
   else:
     specs = param_specs = specs_like(params, param_specs, axis_name)
@@ -103,7 +102,7 @@ def first_state_of(
 
   if param_specs is not None:
     look = jax.shard_map(look, mesh=abstract, in_specs=(param_specs,), out_specs=P())
-  typed = jax.tree.map(like, specs, params, is_leaf=mesh_specs.is_spec)
+  typed = jax.tree.map(like, specs, params, is_leaf=axes.is_spec)
   # The mesh of jax.set_mesh has other workers.
   with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(abstract):
     plans = first_plans(look, typed)
@@ -116,13 +115,13 @@ def first_state_of(
   specs = state_specs(found[0], axis_name=axis_name, param_specs=param_specs)
 
   def whole(path: KeyPath, part: Any, spec: P) -> Any:
-    if mesh_specs.axes_in(spec) and not part.ndim:
+    if axes.axes_in(spec) and not part.ndim:
       raise ValueError(
         "`params` must not be scalars where workers keep arrays of their shapes, "
         f"because no map can stack these, got one at {keystr(path)}; give it the shape "
         "(1,), or put optax.MultiSteps after the exchange."
       )
-    cut = mesh_specs.names_by_axis(spec, part.ndim)
+    cut = axes.names_by_axis(spec, part.ndim)
     times = [math.prod(sizes[name] for name in names) for names in cut]
     shape = tuple(a * b for a, b in zip(part.shape, times, strict=True))
     return jax.ShapeDtypeStruct(shape, part.dtype)
@@ -142,10 +141,10 @@ def first_state_of(
 
 def _with_typed_axes(part: ShapedArray, spec: P) -> P:
   """Returns a map's spec with the axes that shard the part by its type."""
-  names_of = lambda x: mesh_specs.names_by_axis(x, part.ndim)
+  names_of = lambda x: axes.names_by_axis(x, part.ndim)
   pairs = zip(names_of(spec), names_of(part.sharding.spec), strict=True)
-  known = mesh_specs.axes_in(spec)
-  return mesh_specs.spec_of([(*a, *(x for x in b if x not in known)) for a, b in pairs])
+  known = axes.axes_in(spec)
+  return axes.spec_of([(*a, *(x for x in b if x not in known)) for a, b in pairs])
 
 
 def check_fits(opt_state: Any, shapes: Any, workers: int) -> None:

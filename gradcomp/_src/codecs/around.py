@@ -10,9 +10,8 @@ from gradcomp._src.codecs import contractions, quantizing
 from gradcomp._src.codecs.protocol import Codec, as_float32, to_tiles
 from gradcomp._src.codecs.sums import records, tiles
 from gradcomp._src.codecs.sums.sum import Sum
-from gradcomp._src.kernels import one_bit
+from gradcomp._src.kernels import fitted, one_bit
 from gradcomp._src.kernels.common import rotation, scales
-from gradcomp._src.kernels.quantize import fitted
 
 
 def _inner(name: str) -> Any:
@@ -86,7 +85,7 @@ class Fitted(_Around, quantizing.Levels):
 
   @property
   def form(self) -> fitted.Form:
-    words = quantizing.bucket_words(self.bucket_size)
+    words = self.bucket_size or quantizing.TENSOR_ROW
     return fitted.Form(bits=self.codec.bits, bucket_size=words)
 
   @property
@@ -106,11 +105,15 @@ class Fitted(_Around, quantizing.Levels):
     scale = None if self.bucket_size else scales.scales(scales.tensor_norm(flat, "max"))
     return fitted.histogram(flat, bucket_size=words, scale=scale)
 
-  def levels_for(self, x: Array, context: records.Context) -> tuple[Array]:
-    """Returns the levels of the codec state, or else the elements' own."""
+  def encode_by(
+    self, scale: Array | None, x: Array, context: records.Context, *_: Any, **given: Any
+  ) -> records.Encoded:
+    """Encodes by the levels of the codec state, or else by the elements' own."""
     if context.memory is not None and len(context.memory.shared):
-      return (context.memory.shared,)
-    return (fitted.fit(self.measure(x), self.init().shared),)
+      levels = context.memory.shared
+    else:
+      levels = fitted.fit(self.measure(x), self.init().shared)
+    return super().encode_by(scale, x, context, levels, **given)
 
 
 def _matrix(x: records.ArrayT) -> records.ArrayT:
@@ -139,7 +142,7 @@ class ByColumn(_Around):
 
   @property
   def row_words(self) -> int:
-    return -(-self.rows // one_bit.reference.WORD) + 2
+    return -(-self.rows // one_bit.WORD) + 2
 
   def split(self, x: records.ArrayT) -> records.ArrayT:
     return _matrix(x).T
@@ -153,13 +156,11 @@ class ByColumn(_Around):
   def encode_leaf(
     self, x: Array, context: records.Context, *, keep: bool = False
   ) -> records.Encoded:
-    rows, rest = one_bit.reference.encode_columns(
-      _matrix(as_float32(x).reshape(x.shape))
-    )
+    rows, rest = one_bit.encode_columns(_matrix(as_float32(x).reshape(x.shape)))
     return records.Encoded(rows, rest.reshape(x.shape))
 
   def encode_rows(self, tiles: Array, context: records.Context) -> Array:
-    return one_bit.reference.encode_columns(tiles.reshape(len(tiles), -1).T)[0]
+    return one_bit.encode_columns(tiles.reshape(len(tiles), -1).T)[0]
 
   def decode_rows(self, rows: Array) -> Array:
-    return one_bit.reference.decode_columns(rows, self.rows)
+    return one_bit.decode_columns(rows, self.rows)

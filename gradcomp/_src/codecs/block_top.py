@@ -82,8 +82,8 @@ class BlockTop(quantizing.ByKernel):
   operation = block_top
 
   @property
-  def form(self) -> block_top.reference.Form:
-    return block_top.reference.Form(self.block_size, self.count, self.bits)
+  def form(self) -> block_top.Form:
+    return block_top.Form(self.block_size, self.count, self.bits)
 
   @property
   def contraction(self) -> float:
@@ -105,7 +105,7 @@ class BlockTop(quantizing.ByKernel):
 
   def entries(self, rows: Array) -> tuple[Array, Array]:
     """Returns positions and values of rows: ``int32`` and ``float32[..., slots]``."""
-    found, _ = block_top.reference.entries_of_rows(rows, self.form)
+    found, _ = block_top.entries_of_rows(rows, self.form)
     ends = self.block_size * (jnp.arange(self.form.blocks, dtype=jnp.int32) + 1)
     places = [ends - 1 - behind.astype(jnp.int32) for behind, _ in found]
     values = [value for _, value in found]

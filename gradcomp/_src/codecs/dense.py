@@ -11,12 +11,11 @@ from jax.typing import DTypeLike
 
 from gradcomp._src import checks
 from gradcomp._src.codecs import contractions, quantizing
-from gradcomp._src.codecs.protocol import codec_dither
 from gradcomp._src.codecs.sums.records import Context, Rounding
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.sums.tiles import Floats
 from gradcomp._src.floats.dtypes import limit_of
-from gradcomp._src.kernels.common import dithers, float_codes, float_formats, planes
+from gradcomp._src.kernels.common import dithers, float_codes, planes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +96,8 @@ class Dense(quantizing.RoundsAtRandom):
     return 8 * np.dtype(self.dtype).itemsize
 
   def encode_rows(self, tiles: Array, context: Context) -> Array:
-    dither, count = codec_dither(self, context), planes.planes_per_word(self._bits)
+    dither = context.drawn if self.needs_key else None
+    count = planes.planes_per_word(self._bits)
     rows = []
     for part in planes.tile_segments(tiles, count, self.row_words):
       if dither is None:
@@ -121,7 +121,7 @@ class Dense(quantizing.RoundsAtRandom):
   def _stochastic(self, plane: Array, lane: Array) -> Array:
     """Rounds by 16 random bits; gives infinity only where rounding to nearest does."""
     info = jnp.finfo(self.dtype)
-    fmt = float_formats.FloatFormat(info.nexp, info.nmant)
+    fmt = float_codes.FloatFormat(info.nexp, info.nmant)
     halfway = fmt.max_finite + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
     infinity = jnp.copysign(jnp.float32(jnp.inf), plane)
     given = jnp.where(jnp.abs(plane) >= halfway, infinity, plane)

@@ -11,10 +11,9 @@ from jax import Array
 from gradcomp._src import checks
 from gradcomp._src.codecs import contractions, quantizing
 from gradcomp._src.codecs.sums.records import Rounding
-from gradcomp._src.kernels import quantize
+from gradcomp._src.kernels import quantize, rules
 from gradcomp._src.kernels.common.scales import scales
 from gradcomp._src.kernels.gpu import dispatch
-from gradcomp._src.kernels.quantize import eight_bit
 
 DataType = Literal["dynamic_tree", "dynamic_map", "static_tree", "linear", "mantissa"]
 
@@ -42,21 +41,6 @@ def _cells(count: int, split: float) -> np.ndarray:
   """Returns a tree's split points of (0.1, 1), ``split`` first: ``float64[count]``."""
   middles = (np.arange(count) + 0.5) / count
   return np.interp(middles, [0.0, 0.5, 1.0], [0.1, split, 1.0])
-
-
-@functools.cache
-def _form(dtype: DataType, words: int, nearest: bool) -> eight_bit.Form:
-  numbers, has_one = levels(dtype), dtype == "dynamic_map"
-  table, top = np.pad(numbers, (0, 128 - numbers.size)), numbers.size - 1
-  lines = eight_bit.lines_between(np.append(numbers, 1.0) if has_one else numbers)
-  return eight_bit.Form(
-    bucket_size=words,
-    lines=tuple(lines),
-    table=tuple(table.astype(np.float32).tolist()),
-    last=float(has_one),
-    tops=(top + has_one, top),
-    up=1.0 if nearest else 1 / numbers[-1],
-  )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,16 +128,25 @@ class EightBit(quantizing.Elementwise):
   def unbiased(self) -> bool:
     return super().unbiased and self.exponent_offset is None
 
-  @property
-  def form(self) -> eight_bit.Form:
-    words = quantizing.bucket_words(self.bucket_size)
-    return _form(self.dtype, words, self.rounding == "nearest")
+  @functools.cached_property
+  def form(self) -> rules.EightBit:
+    numbers, has_one = levels(self.dtype), self.dtype == "dynamic_map"
+    table, top = np.pad(numbers, (0, 128 - numbers.size)), numbers.size - 1
+    lines = rules.lines_between(np.append(numbers, 1.0) if has_one else numbers)
+    return rules.EightBit(
+      bucket_size=self.bucket_size or quantizing.TENSOR_ROW,
+      lines=lines,
+      table=tuple(table.astype(np.float32).tolist()),
+      last=float(has_one),
+      tops=(top + has_one, top),
+      up=1.0 if self.rounding == "nearest" else 1 / numbers[-1],
+    )
 
   def scales_for(self, x: Array) -> Array | None:
     """Returns the value of a level of 1; None where the encoder finds the scales."""
     if self.bucket_size is not None and self.exponent_offset is None:
       return None  # so that a kernel reads elements once
-    largest = quantizing.scales_of(x, eight_bit.PLANES, self.bucket_size)
+    largest = quantizing.scales_of(x, self.form.planes, self.bucket_size)
     if self.exponent_offset is not None:
       unit = 1.5 if self.dtype == "mantissa" else 1.0
       fixed = jnp.float32(unit * 10.0**self.exponent_offset)

@@ -10,9 +10,8 @@ from jax import Array
 
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import NOTHING, Context, Encoded
-from gradcomp._src.kernels.materialize import slice_at, unknown
-from gradcomp._src.kernels.pick import pick
-from gradcomp._src.mesh.platforms import platform
+from gradcomp._src.kernels.materialize import pick, slice_at, unknown
+from gradcomp._src.mesh.study import platform
 
 # Leaves of one shape with at most _SMALL_LEAF_ELEMENTS elements are encoded together,
 # in groups of at most JOINT_ENCODING_ELEMENTS elements. A compiler takes a quarter of
@@ -111,16 +110,18 @@ def grouped(
 
 def statistics_of(
   groups: Sequence[Group], leaves: Sequence[Array]
-) -> dict[int, tuple[Array | None, Any]]:
-  """Returns the ``statistics`` of each leaf by its codec."""
-  found: dict[int, Any] = {}
+) -> tuple[list[Array | None], list[Any]]:
+  """Returns each leaf's ``statistics`` by its codec, and the rest of its measures."""
+  agreed: list[Array | None] = [None] * len(leaves)
+  measured: list[Any] = [None] * len(leaves)
   for codec, numbers, in_turn in groups:
     own = [leaves[i] for i in numbers]
     measure = lambda leaf, _, codec=codec: codec.statistics(leaf)
     shared = in_turn and jax.eval_shape(codec.agree, own[0]) is not None
-    each = _in_loop if shared else map
-    found |= zip(numbers, each(measure, own, [NOTHING] * len(own)), strict=True)
-  return found
+    found = (_in_loop if shared else map)(measure, own, [NOTHING] * len(own))
+    for i, given in zip(numbers, found, strict=True):
+      agreed[i], measured[i] = given
+  return agreed, measured
 
 
 def encode_leaves(

@@ -70,8 +70,8 @@ class OneBit(quantizing.ByKernel):
     return Tiles(self, facts=dataclasses.replace(OF_TILES, needs_feedback=True))
 
   @property
-  def form(self) -> one_bit.reference.Form:
-    return one_bit.reference.Form(self.bucket_size)
+  def form(self) -> one_bit.Form:
+    return one_bit.Form(self.bucket_size)
 
   def bind(self, leaf: Leaf) -> Codec:
     """Returns the codec of a leaf: of its columns with ``per_column``."""

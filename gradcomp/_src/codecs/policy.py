@@ -1,7 +1,6 @@
 """Policy: chooses a codec for each leaf by the leaf's path."""
 
 import dataclasses
-import functools
 import re
 from collections.abc import Sequence
 from typing import Any, cast
@@ -123,6 +122,8 @@ def stateless(name: str, codec: Any, *, corrected: bool | None = None) -> Codec:
       f"`{name}` must be a codec of gradcomp.codecs, got {codec!r}; "
       "gradcomp.codecs.Dense() sends float32."
     )
+  large = Leaf((1024, 1024))  # so large that no codec leaves it dense
+  init, key = codec.bind(large).init, jax.ShapeDtypeStruct((2,), np.uint32)
   if codec.facts.parts:
     rule = "be a codec of one array, and not a policy"
   elif codec.facts.drops:
@@ -131,7 +132,7 @@ def stateless(name: str, codec: Any, *, corrected: bool | None = None) -> Codec:
     rule = "work without error feedback, because there is no residual here"
     if corrected is not None:
       rule = "work without error feedback where `residual` is None"
-  elif _remembers(codec):
+  elif jax.tree.leaves(jax.eval_shape(lambda key: init(large, key), key)):
     rule = "work without a memory, because none is kept from call to call"
   else:
     if corrected:
@@ -142,11 +143,3 @@ def stateless(name: str, codec: Any, *, corrected: bool | None = None) -> Codec:
     "Ternary or Dense. Gradients of weights go through gradcomp.compress, which has "
     "residuals and memories."
   )
-
-
-def _remembers(codec: protocol.LeafCodec) -> bool:
-  """Returns True if a codec keeps a state from step to step."""
-  key = jax.ShapeDtypeStruct((2,), np.uint32)
-  leaf = Leaf((1024, 1024))  # large enough that no codec leaves it dense
-  init = functools.partial(codec.bind(leaf).init, leaf)
-  return bool(jax.tree.leaves(jax.eval_shape(init, key)))

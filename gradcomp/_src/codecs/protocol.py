@@ -26,8 +26,8 @@ from gradcomp._src.codecs.sums.records import (
 from gradcomp._src.codecs.sums.sum import Sum, SumFacts
 from gradcomp._src.codecs.sums.tiles import Ranged, Tiles, sum_in_order
 from gradcomp._src.floats.dtypes import fitted
+from gradcomp._src.kernels.common.dithers import key_words
 from gradcomp._src.kernels.common.planes import joined
-from gradcomp._src.kernels.common.threefry import key_words
 from gradcomp._src.kernels.materialize import LARGE, materialized
 
 
@@ -341,11 +341,6 @@ def from_tiles(tiles: Array, like: ArrayLike, codec: Codec) -> Array:
   return codec.join(codec.unrotated(joined(tiles)), like)
 
 
-def elements(tiles: Array, codec: Codec) -> Array:
-  """Returns the elements that decoded tiles stand for, in the shape of the tiles."""
-  return codec.unrotated(tiles).reshape(tiles.shape)
-
-
 def payload_of(codec: Codec, x: Array, context: Context) -> Payload:
   """Encodes a leaf by its bound codec, with statistics of its own."""
   agreed = codec.agree(x) if context.agreed is None else context.agreed
@@ -359,11 +354,6 @@ def decoded(codec: Codec, payload: Payload) -> Array:
   if agreed is not None:  # a sum has a line for each row
     agreed = jnp.broadcast_to(agreed, (len(rows), *agreed.shape[1:]))
   return codec.sums.gathered(rows[None], agreed, 1.0)(0, len(rows))
-
-
-def codec_dither(codec: Codec, context: Context) -> Array | None:
-  """Returns the ``uint32[3]`` that a codec rounds with; None if it needs none."""
-  return context.drawn if codec.needs_key else None
 
 
 def working_dtype(facts: SumFacts, dtype: DTypeLike) -> np.dtype:

@@ -13,10 +13,9 @@ from gradcomp._src import checks
 from gradcomp._src.codecs import around, contractions, quantizing
 from gradcomp._src.codecs.protocol import Codec, as_float32
 from gradcomp._src.codecs.sums.records import Context, Encoded, Leaf, Rounding
-from gradcomp._src.kernels import quantize
+from gradcomp._src.kernels import quantize, rules
 from gradcomp._src.kernels.common import planes, scales
 from gradcomp._src.kernels.gpu import dispatch
-from gradcomp._src.kernels.quantize import qsgd
 
 ScaleNorm = Literal["max", "l2", "rms"]
 Levels = Literal["sign_magnitude", "uniform", "nonuniform"]
@@ -182,12 +181,11 @@ class QSGD(quantizing.Levels, quantizing.SharedScales):
       return around.Fitted(codec=self)
     return around.Rotated(codec=self) if self.rotate else self
 
-  @property
-  def form(self) -> qsgd.Form:
-    words = quantizing.bucket_words(self.bucket_size)
+  @functools.cached_property
+  def form(self) -> rules.Equal:
+    words, inline = self.bucket_size or quantizing.TENSOR_ROW, not self.share_scale
     levels: Any = self.levels  # fitted ones have a form of their own
-    inline = not self.share_scale
-    return qsgd.Form(bits=self.bits, bucket_size=words, levels=levels, inline=inline)
+    return rules.Equal(bits=self.bits, bucket_size=words, levels=levels, inline=inline)
 
   operation = quantize
 
@@ -231,4 +229,4 @@ class QSGD(quantizing.Levels, quantizing.SharedScales):
     return self.encode_by(None, leaf, context, keep=True)
 
   def codes(self, rows: Array) -> Array:
-    return qsgd.signed_codes(rows, self.form)
+    return rules.signed_codes(rows, self.form)

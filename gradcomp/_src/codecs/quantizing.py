@@ -2,32 +2,27 @@
 
 import abc
 import dataclasses
+import functools
 from typing import Any, Self
 
 import jax.numpy as jnp
 from jax import Array
 
 from gradcomp._src import checks
-from gradcomp._src.codecs.protocol import Codec, as_float32, codec_dither
+from gradcomp._src.codecs.protocol import Codec, as_float32
 from gradcomp._src.codecs.sums import tiles
 from gradcomp._src.codecs.sums.codes import Codes
 from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
 from gradcomp._src.codecs.sums.sum import Sum
-from gradcomp._src.kernels import quantize
+from gradcomp._src.kernels import quantize, rules
 from gradcomp._src.kernels.common import scales
 from gradcomp._src.kernels.gpu import dispatch
-from gradcomp._src.kernels.quantize import qsgd, reference
 
 ROTATE = checks.optional(
   checks.integer("8, 32, or None to rotate nothing", such=(8, 32).__contains__)
 )
 
-_TENSOR_ROW = 512  # words in a row when the whole tensor is one bucket
-
-
-def bucket_words(bucket_size: int | None) -> int:
-  """Returns the words of codes in a row: the elements of a bucket."""
-  return _TENSOR_ROW if bucket_size is None else bucket_size
+TENSOR_ROW = 512  # words of codes in a row when the whole tensor is one bucket
 
 
 def scales_of(
@@ -35,7 +30,7 @@ def scales_of(
 ) -> Array:
   """Returns norms of buckets, ``[rows, P]``, a flat leaf, ``[1, 1]``, or tiles."""
   if bucket_size is not None:
-    return scales.bucket_norms(x, planes, bucket_size, norm)
+    return scales.bucket_norms(x, planes=planes, bucket_size=bucket_size, norm=norm)
   if x.ndim == 1:
     return scales.tensor_norm(x, norm).reshape(1, 1)
   return scales.norms(x.reshape(x.shape[0], -1), norm)[:, None]
@@ -109,10 +104,6 @@ class Elementwise(RoundsAtRandom, ByKernel):
     """Returns scales of a leaf or of tiles; None where the encoder finds them."""
     return scales.scales(scales_of(x, self.form.planes, self.bucket_size))
 
-  def levels_for(self, x: Array, context: Context) -> tuple[Array, ...]:
-    """Returns the levels, for an encoder that takes them."""
-    return ()
-
   def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
     flat, scale = self.filled(as_float32(x)), context.agreed
     if scale is None:
@@ -130,13 +121,13 @@ class Elementwise(RoundsAtRandom, ByKernel):
     *more: Any,
     keep: bool = False,
   ) -> Encoded:
-    """Encodes elements by scales, ``float32[1 or rows, 1 or P]``."""
+    """Encodes elements by scales, ``float32[1 or rows, 1 or P]``, and ``more``."""
     if scale is not None:
       rows = -(-x.size // self.tile_size)
       scale = jnp.broadcast_to(scale, (rows, scale.shape[1]))
     form = dataclasses.replace(self.form, keep=True) if keep else self.form
-    given = x, scale, codec_dither(self, context), *more, *self.levels_for(x, context)
-    by = self.implementation
+    dither, by = context.drawn if self.needs_key else None, self.implementation
+    given = x, scale, dither, *more
     return Encoded(*self.operation.encode_rows(*given, form=form, implementation=by))
 
 
@@ -144,7 +135,7 @@ class Levels(Elementwise):
   """A base of codecs of levels under scales, which the common kernel decodes."""
 
   def decode_rows(self, rows: Array) -> Array:
-    return reference.decode_rows(rows, self.form)
+    return quantize.decode_reference(rows, self.form)
 
   def sum_rows(self, rows: Array) -> Array:
     if len(rows) > 1:
@@ -158,7 +149,7 @@ class SharedScales(Codec):
 
   share_scale: bool
 
-  @property
+  @functools.cached_property
   def sums(self) -> Sum:
     return Codes(self) if self.share_scale else tiles.Tiles(self)
 
@@ -183,4 +174,4 @@ class SharedScales(Codec):
 
   def from_codes(self, codes: Array, agreed: Array) -> Array:
     """Returns the values of codes, or of sums of codes: ``float32[rows, P, B]``."""
-    return qsgd.from_signed_codes(codes, agreed, self.max_code)
+    return rules.from_signed_codes(codes, agreed, self.max_code)

@@ -13,7 +13,7 @@ from gradcomp._src.codecs import protocol, sparse
 from gradcomp._src.codecs.sums.records import Context, Encoded
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.sums.tiles import Chosen
-from gradcomp._src.kernels.common.threefry import threefry2x32
+from gradcomp._src.kernels.common.dithers import threefry2x32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -110,12 +110,24 @@ class Sign(protocol.Codec):
 
   def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
     rows = []
-    cut = _PLANES, self.bucket_size, self.filled
-    for tiles in planes.tile_segments(protocol.as_float32(x), *cut):
+    form = _PLANES, self.bucket_size, self.filled
+    for tiles in planes.tile_segments(protocol.as_float32(x), *form):
       signs = [(plane < 0).astype(jnp.uint32) for plane in tiles.planes]
       buckets = tiles.buckets[: tiles.shape[0] * _PLANES]
-      scale = self._scales(buckets).reshape(-1, _PLANES)
-      rows.append([planes.pack_planes(signs, 1), self._words(scale)])
+      if self.scale == "one":
+        scale = jnp.sign(scales.scales(scales.norms(buckets, "max")))
+        scale = scale.reshape(-1, _PLANES)
+        flags = [flag.astype(jnp.uint32) for flag in (scale != 0, jnp.isnan(scale))]
+        cut = [[flag[:, k : k + 1] for k in range(_PLANES)] for flag in flags]
+        after = [planes.pack_planes(bits, 1) for bits in cut]
+      else:
+        # Elements are multiplied by a power of two, so that no finite sum overflows.
+        power = 1 << (self.bucket_size - 1).bit_length()
+        total = scales.sum_by_halves(jnp.abs(buckets) * np.float32(1 / power))
+        mean = fixed_point.scaled(total, power / self.bucket_size)
+        mean = jnp.where(jnp.isfinite(mean), mean, np.float32(np.nan))
+        after = [planes.float_words(mean.reshape(-1, _PLANES))]
+      rows.append([planes.pack_planes(signs, 1), *after])
     return Encoded(planes.stacked(rows, self.row_words))
 
   def encode_rows(self, tiles: Array, context: Context) -> Array:
@@ -130,21 +142,3 @@ class Sign(protocol.Codec):
       some, bad = (planes.unpack_planes(words[..., k : k + 1], 1) for k in range(2))
       scale = jnp.where(bad == 1, np.float32(np.nan), some.astype(jnp.float32))
     return jnp.where(negative, -scale, scale)
-
-  def _scales(self, buckets: Array) -> Array:
-    """Returns the scale of each bucket, NaN if an element of it is not finite."""
-    if self.scale == "one":
-      return jnp.sign(scales.scales(scales.norms(buckets, "max")))
-    # Elements are multiplied by a power of two, so that no finite sum overflows.
-    power = 1 << (self.bucket_size - 1).bit_length()
-    total = scales.sum_by_halves(jnp.abs(buckets) * np.float32(1 / power))
-    mean = fixed_point.scaled(total, power / self.bucket_size)
-    return jnp.where(jnp.isfinite(mean), mean, np.float32(np.nan))
-
-  def _words(self, scale: Array) -> Array:
-    """Returns the words after the signs: means, or two bits for each bucket."""
-    if self.scale == "mean":
-      return planes.float_words(scale)
-    flags = [(mark(scale)).astype(jnp.uint32) for mark in (lambda s: s != 0, jnp.isnan)]
-    cut = [[flag[:, k : k + 1] for k in range(_PLANES)] for flag in flags]
-    return jnp.concatenate([planes.pack_planes(bits, 1) for bits in cut], axis=1)

@@ -11,11 +11,10 @@ from jax import Array
 from gradcomp._src import checks
 from gradcomp._src.codecs import contractions, protocol, quantizing
 from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
-from gradcomp._src.kernels import quantize
+from gradcomp._src.kernels import quantize, rules
 from gradcomp._src.kernels.common.planes import floats
 from gradcomp._src.kernels.common.scales import deviation, norms, scales
 from gradcomp._src.kernels.gpu import dispatch
-from gradcomp._src.kernels.quantize import ternary
 
 Scaler = Literal["clipped", "sigma"]
 
@@ -83,7 +82,7 @@ class Ternary(quantizing.Elementwise, quantizing.SharedScales):
   clip_sigmas: float | None = checks.field(2.5, _SIGMAS)
   bucket_size: int | None = checks.field(None, checks.TENSOR_BUCKET)
   share_scale: bool = checks.field(True, checks.FLAG)
-  packing: ternary.Packing = checks.field("2bit", checks.choice(ternary.Packing))
+  packing: rules.Packing = checks.field("2bit", checks.choice(rules.Packing))
   scaler: Scaler = checks.field("clipped", checks.choice(Scaler))
   rounding: Rounding = checks.field("stochastic", checks.choice(Rounding))
   implementation: dispatch.Implementation | None = checks.field(None, dispatch.RULE)
@@ -111,10 +110,10 @@ class Ternary(quantizing.Elementwise, quantizing.SharedScales):
       energy = max(energy, 18 / self.clip_sigmas**2)  # clipped parts come later
     return contractions.of_energy(energy, draws=draws)
 
-  @property
-  def form(self) -> ternary.Form:
-    words, inline = quantizing.bucket_words(self.bucket_size), not self.share_scale
-    return ternary.Form(bucket_size=words, packing=self.packing, inline=inline)
+  @functools.cached_property
+  def form(self) -> rules.Ternary:
+    words, inline = self.bucket_size or quantizing.TENSOR_ROW, not self.share_scale
+    return rules.Ternary(bucket_size=words, packing=self.packing, inline=inline)
 
   @functools.partial(jax.jit, static_argnums=0)  # each shape is traced once
   def leaf_statistics(self, x: Array) -> tuple[Array, Array]:
@@ -149,4 +148,4 @@ class Ternary(quantizing.Elementwise, quantizing.SharedScales):
     return self.from_codes(self.codes(rows), scale)
 
   def codes(self, rows: Array) -> Array:
-    return ternary.codes(rows, self.form)
+    return rules.ternary_codes(rows, self.form)

@@ -1,11 +1,15 @@
 """Top-k: sends the elements of largest magnitude, with positions of 16 bits."""
 
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
@@ -15,17 +19,41 @@ from gradcomp._src.codecs.sparse import Quantize, Selection
 from gradcomp._src.codecs.sums.records import Context, Encoded, Leaf, Memory
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.sums.tiles import OF_BLOCKS, Entries
-from gradcomp._src.floats.dtypes import limit_of
+from gradcomp._src.floats.dtypes import fitted, limit_of
+from gradcomp._src.kernels import materialize
+from gradcomp._src.kernels.common import sparse as sparse_rows
+from gradcomp._src.kernels.common.scales import sum_by_halves
 from gradcomp._src.kernels.gpu import dispatch
-from gradcomp._src.kernels.selection import RowView, select
+from gradcomp._src.kernels.selection import COPIED, RowView, select
 
 _SMALL = 1 << 15  # Fang 2018, sections 2.1 and 3.1: 128 KB of float32
 # From this size on up to twice the needed elements are sent, which is no large message.
 _LARGE = 1 << 20
 
 
+# Of rows: their words; int32 positions, the row's size in slots that are not used; the
+# decoded values there; the values there less these; and the residual of a copied row.
+_Entries = tuple[Array, Array, Array, Array, Array | None]
+
+
+class Selected(NamedTuple):
+  """The codec state of a selection: the threshold and the count of each row."""
+
+  threshold: Array  # float32[rows], the smallest magnitude of the last search
+  used: Array  # int32[rows], the entries sent in this step
+
+
+def _mean(values: Array, used: Array) -> Array:
+  """Returns the mean of the used values, added in one order in every mode."""
+  count = jnp.maximum(used.sum(dtype=jnp.int32), 1).astype(jnp.float32)
+  # A power of two first, so that no sum overflows. No compiler changes such products,
+  # because they are exact.
+  scale = 2.0 ** -values.size.bit_length()
+  return sum_by_halves(values * np.float32(scale)) / count * np.float32(1 / scale)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TopK(sparse.EntryRows):
+class TopK(sparse.SparseRows):
   r"""Sends the ``k = ceil(density * n)`` elements of largest magnitude of each leaf.
 
   .. math:: Q(v)_i = v_i \text{ if } |v_i| \ge t, \quad 0 \text{ otherwise}
@@ -155,16 +183,27 @@ class TopK(sparse.EntryRows):
       return "exact"
     return "trimmed" if self.tile_size < _LARGE else "threshold"
 
-  def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
-    return self.encode_several([x], [context], None)[0]
+  @property
+  def row_words(self) -> int:
+    halves = sparse_rows.half_words(self.slots)
+    values = self.slots if np.dtype(self.dtype).itemsize == 4 else halves
+    means = {None: values, "asq": 1, "mean": 2}
+    return self._blocks + halves + means[self.quantize]
 
   def init(self, leaf: Leaf, key: Array) -> Memory:
     rows = -(-leaf.size // self.tile_size) if leaf.size else 0
     none = jnp.zeros(rows, jnp.float32)
-    return Memory(own=sparse.Selected(none, jnp.zeros(rows, jnp.int32)))
+    return Memory(own=Selected(none, jnp.zeros(rows, jnp.int32)))
 
   def used_entries(self, memory: Memory) -> Array | None:
     return memory.own.used if memory.own else None
+
+  def encode_leaf(self, x: Array, context: Context, *, keep: bool = False) -> Encoded:
+    return self.encode_several([x], [context], None)[0]
+
+  def encode_rows(self, tiles: Array, context: Context) -> Array:
+    matrices, given = [tiles.reshape(-1, self.tile_size)], [self._given(context)]
+    return self._encode(matrices, given)[0]
 
   def joins(self, shape: tuple[int, ...]) -> tuple[Hashable, int]:
     """Lets one program encode all leaves of a size, where they lie."""
@@ -175,17 +214,66 @@ class TopK(sparse.EntryRows):
   ) -> list[Encoded]:
     matrices = [protocol.to_tiles(leaf, self) for leaf in leaves]
     given = [self._given(context) for context in contexts]
-    every = sparse.encode_leaves(self, leaves, matrices, given)
-    for i, old in enumerate(given if self.selection == "sampled" else ()):
-      if old is not None:
-        own = every[i].own
-        kept = jnp.where(old > 0, old, own.threshold)
-        every[i] = every[i]._replace(own=own._replace(threshold=kept))
-    return every
+    size, count = leaves[0].size, len(matrices[0])
+    every = self._encode(matrices, given, copied=size <= COPIED)
+    # Of all leaves at once: leaf by leaf, there would be several programs for each.
+    words, positions, sent, *_ = every
+    used = positions < self.tile_size
+    smallest = jnp.where(used, jnp.abs(sent), jnp.inf).min(axis=1, initial=jnp.inf)
+    threshold = jnp.where(jnp.isfinite(smallest), smallest, 0.0)
+    selected, chosen = Selected(threshold, self.used(words)), None
+    if size < sparse_rows.COUNTED:
+      row = jnp.tile(jnp.arange(count, dtype=jnp.int32), len(leaves))
+      start, nonzero = self.tile_size * row, used & (sent != 0)
+      chosen = jnp.where(nonzero, start[:, None] + positions, size)
+    starts = materialize.unknown([i * count for i in range(len(leaves))], words)
+    result = []
+    for at, leaf, matrix, old in zip(starts, leaves, matrices, given, strict=True):
+      own, kept, places = jax.tree.map(
+        lambda x, at=at: materialize.slice_at(x, at, count), (every, selected, chosen)
+      )
+      rest = _rest(leaf, matrix, own, len(leaves) > 1)
+      entries = () if places is None else (places.reshape(-1), own[3].reshape(-1))
+      if self.selection == "sampled" and old is not None:
+        kept = kept._replace(threshold=jnp.where(old > 0, old, kept.threshold))
+      result.append(Encoded(own[0], rest, kept, *entries))
+    return result
 
-  def encode_rows(self, tiles: Array, context: Context) -> Array:
-    matrices, given = [tiles.reshape(-1, self.tile_size)], [self._given(context)]
-    return sparse.encode_rows(self, matrices, given).words
+  def _encode(
+    self,
+    matrices: Sequence[Array],
+    given: Sequence[Array | None],
+    *,
+    copied: bool = False,
+  ) -> _Entries:
+    """Encodes rows of matrices of one shape; ``copied`` ones share a program of XLA."""
+    count = matrices[0].shape[0]
+    total = count * len(matrices)
+    if not total:
+      empty = jnp.zeros((0, self.slots), jnp.float32)
+      words = jnp.zeros((0, self.row_words), jnp.uint32)
+      rest = jnp.zeros((0, self.tile_size), jnp.float32)
+      return words, empty.astype(jnp.int32), empty, empty, rest
+    lines = [jnp.broadcast_to(x, (count,)) for x in given if x is not None]
+    every = jnp.concatenate(lines) if lines else None
+    views = [matrices[0].reshape(-1)] if total == 1 else matrices
+
+    def encode(number: Array) -> _Entries:
+      row = RowView(views, number)
+      if copied:
+        row = row.copied()
+      positions = self.select(row, None if every is None else every[number])
+      values = row.at(positions)
+      words, sent = self.pack(positions, values)
+      unsent, rest = values - sent, None
+      if copied:
+        place = row.read(lambda x: x).at[positions]
+        rest = place.set(unsent, mode="drop", unique_indices=True)
+      return words, positions, sent, unsent, rest
+
+    if total == 1:
+      return jax.tree.map(lambda x: x[None], encode(jnp.int32(0)))
+    return jax.lax.map(encode, jnp.arange(total, dtype=jnp.int32))
 
   def _given(self, context: Context) -> Array | None:
     """Returns the thresholds to try first, the sign to send in this step, or None."""
@@ -206,6 +294,7 @@ class TopK(sparse.EntryRows):
     return jnp.where(step % self.search_every != 0, memory.own.threshold, 0.0)
 
   def select(self, x: RowView, given: Array | None) -> Array:
+    """Returns positions, ``int32[slots]``, by a threshold, a sign, or None."""
     sign, sent = None, sparse.sent_of(self.density, x.size)
     if self.quantize == "asq":
       sign = jnp.float32(1) if given is None else given
@@ -217,3 +306,80 @@ class TopK(sparse.EntryRows):
       first=given if self.selection == "sampled" else None,
       implementation=self.implementation,
     )
+
+  def pack(self, positions: Array, values: Array) -> tuple[Array, Array]:
+    """Packs positions and values of slots; returns words and decoded values."""
+    used = positions < self.tile_size
+    code = jnp.where(used, positions % self._block, 0).astype(jnp.uint32)
+    # Where the sign bit is set, also of zeros and NaN.
+    negative = jax.lax.bitcast_convert_type(values, jnp.uint32) >> 31 == 1
+    if self.quantize == "mean":
+      code = code | (negative.astype(jnp.uint32) * self._block)
+    if self.quantize is None:
+      numbers = fitted(values, self.dtype)
+      sent = numbers.astype(jnp.float32)
+    else:
+      groups = [used] if self.quantize == "asq" else [used & ~negative, used & negative]
+      means = [_mean(jnp.where(own, values, 0.0), own) for own in groups]
+      numbers = jnp.stack(means)
+      sent = jnp.where(used, jnp.where(negative, means[-1], means[0]), 0.0)
+    if numbers.dtype == jnp.float32:
+      tail = jax.lax.bitcast_convert_type(numbers, jnp.uint32)
+    else:
+      halves = jax.lax.bitcast_convert_type(numbers, jnp.uint16)
+      tail = sparse_rows.pack_halves(halves.astype(jnp.uint32))
+    ends = sparse_rows.block_ends(positions, self.tile_size, self._block)
+    return jnp.concatenate([ends, sparse_rows.pack_halves(code), tail]), sent
+
+  def entries(self, rows: Array) -> tuple[Array, Array]:
+    flat = jax.vmap(self._unpack)(rows.reshape(-1, self.row_words))
+    positions, values = (x.reshape(*rows.shape[:-1], self.slots) for x in flat)
+    return positions, values
+
+  def _unpack(self, row: Array) -> tuple[Array, Array]:
+    """Unpacks ``uint32[words]`` to ``int32`` positions and ``float32`` values."""
+    ends, rest = row[: self._blocks], row[self._blocks :]
+    half = sparse_rows.half_words(self.slots)
+    code = sparse_rows.unpack_halves(rest[:half], self.slots)
+    used = jnp.arange(self.slots, dtype=jnp.int32) < ends[-1].astype(jnp.int32)
+    within = (code % self._block).astype(jnp.int32)
+    positions = sparse_rows.slot_blocks(ends, self.slots) * self._block + within
+    if self.quantize is None and np.dtype(self.dtype).itemsize == 2:
+      narrow = sparse_rows.unpack_halves(rest[half:], self.slots).astype(jnp.uint16)
+      values = jax.lax.bitcast_convert_type(narrow, self.dtype).astype(jnp.float32)
+    else:
+      values = jax.lax.bitcast_convert_type(rest[half:], jnp.float32)
+    if self.quantize:
+      values = jnp.where(code >= self._block, values[-1], values[0])
+    return jnp.where(used, positions, self.tile_size), jnp.where(used, values, 0.0)
+
+  def used(self, rows: Array) -> Array:
+    """Counts the entries of each row, ``uint32[..., words]``: ``int32[...]``."""
+    return rows[..., self._blocks - 1].astype(jnp.int32)
+
+  @property
+  def _block(self) -> int:
+    """The elements of a block; with ``"mean"``, one of 16 bits is the sign."""
+    return sparse_rows.BLOCK // 2 if self.quantize == "mean" else sparse_rows.BLOCK
+
+  @property
+  def _blocks(self) -> int:
+    return -(-self.tile_size // self._block)
+
+
+@functools.partial(jax.jit, static_argnums=3)  # leaves of a shape: traced once
+def _rest(leaf: Array, matrix: Array, own: _Entries, together: bool) -> Array:
+  """Returns the residual of a leaf, from the unsent values of its entries."""
+  _, positions, _, lost, rest = own
+  if rest is None:
+    place: tuple[Array, ...] = (positions,)
+    # Written into the array that was read, so that XLA does not hold the leaf twice: of
+    # one leaf with one row a flat array, of several leaves their matrices.
+    if len(matrix) == 1 and not together:
+      matrix, place, lost = jax.tree.map(lambda x: x[0], (matrix, place, lost))
+    else:
+      place = (jnp.arange(len(matrix))[:, None], *place)
+    rest = matrix.at[place].set(
+      lost, mode="drop", unique_indices=True, wrap_negative_indices=False
+    )
+  return rest.reshape(-1)[: leaf.size].reshape(leaf.shape)

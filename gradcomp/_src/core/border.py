@@ -11,25 +11,29 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax import lax
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import Partial
 
 from gradcomp._src.core import state as states
-from gradcomp._src.core.inputs import like_complex, pairs, update_dtypes
 from gradcomp._src.core.specs import check_stacked, state_specs
-from gradcomp._src.mesh import param_specs, trees, types
-from gradcomp._src.mesh import specs as mesh_specs
-from gradcomp._src.mesh.axes import Axes, AxisName, axis_names, manual_axes
-from gradcomp._src.mesh.closures import arrays_of
-from gradcomp._src.mesh.per_worker import marked, of_all, unmarked
-from gradcomp._src.mesh.place import place
-from gradcomp._src.mesh.shard_maps import UNSEEN, Update, in_map, per_device
+from gradcomp._src.floats.dtypes import addend_dtype
+from gradcomp._src.mesh import axes as mesh_axes
+from gradcomp._src.mesh import shard_maps, trees, types
+from gradcomp._src.mesh.axes import (
+  AxisName,
+  axes_in,
+  axis_names,
+  is_spec,
+)
 
 
 def on_workers(  # noqa: PLR0913 - facts of a core, by keyword
   init: Callable[[Any], Any],
-  core: Update,
+  core: shard_maps.Update,
   axis_name: AxisName | None,
   *,
   keeps: bool = False,
@@ -50,25 +54,39 @@ def on_workers(  # noqa: PLR0913 - facts of a core, by keyword
   def own(grads: Any, state: Any, params: Any, **extra_args: Any) -> Any:
     averaged = None if keeps else params
     reals = grads if whole else _in_pairs(grads)
-    across = place(reals, axis_name, params=averaged, local=local)
-    if across.is_sum:
-      state = filled(state, types.mesh_of(reals)) if filled else state
-      for x in states.states_in(state):
-        _check_residual_types(x.residual, reals, across.axes)
-    dtypes = update_dtypes(reals, averaged if across.is_sum else None)
+    across = types.place(reals, axis_name, params=averaged, local=local)
+    if across.is_sum and across.axes:
+      mesh, names = types.mesh_of(reals), axis_names(across.axes)
+      state = filled(state, mesh) if filled else state
+      stored = [x.residual for x in states.states_in(state)] if mesh.size > 1 else []
+      for path, leaf in jax.tree_util.tree_leaves_with_path(stored):
+        if not types.sharded_over(leaf).issuperset(names):
+          raise ValueError(
+            f"`state.residual`{jax.tree_util.keystr(path[1:])} must stack the parts of "
+            f"all workers of {across.axes!r}, got the type {jax.typeof(leaf)}; give "
+            "axis_name= and make the state by optimizer.init under jax.set_mesh(mesh)."
+          )
+
+    # The parameter's, if addends are wider, because its dtype does not hold an Nth.
+    def dtype_of(gradient: Any, param: Any) -> np.dtype:
+      wide, narrow = map(jnp.result_type, (gradient, param))
+      return narrow if wide == addend_dtype(narrow) else wide
+
+    likes = averaged if across.is_sum and averaged is not None else reals
+    dtypes = jax.tree.leaves(jax.tree.map(dtype_of, reals, likes))
     across = across._replace(dtypes=dtypes)
     given = (params, extra_args) if reads else ()
-    back = lambda new: new if whole else jax.tree.map(like_complex, new, grads)
-    if not enters:
-      return functools.partial(core, across), (reals, state, *given), back
     sums = jax.tree.map(lambda x: bool(types.unreduced_axes(x)), given)
 
     def of_own(grads: Any, state: Any, *given: Any) -> Any:
       own = lambda x, is_sum: across.own(x) if is_sum else x
       return core(across, grads, state, *jax.tree.map(own, given, sums))
 
-    step = of_own if reads else functools.partial(core, across)
-    return per_device(step, reals, across, keeps=keeps), (reals, state, *given), back
+    step = of_own if reads and enters else functools.partial(core, across)
+    if enters:
+      step = shard_maps.per_device(step, reals, across, keeps=keeps)
+    back = lambda new: new if whole else jax.tree.map(like_complex, new, grads)
+    return step, (reals, state, *given), back
 
   maps: Any = {"keeps": keeps, "whole": whole, "filled": filled, "steps": True}
   return any_tree(init, own, {"axis_name": axis_name, **maps})
@@ -90,9 +108,10 @@ def any_tree(
       return init_fn(params)
 
   def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    # Another one, since walks of closures, like equinox's, follow no circles.
     inside = any_tree(init_fn, update_fn, maps).update
-    if UNSEEN.value:
-      return in_map(inside, updates, state, params, **extra_args)
+    if shard_maps.UNSEEN.value:
+      return shard_maps.in_map(inside, updates, state, params, **extra_args)
     given = [*map(trees.unboxed, (updates, state, trees.trainable(params)))]
     call, back = functools.partial(update_fn, **extra_args), lambda new: new
     if maps and (found := entry(*given[:2], whole=maps.get("whole", False))):
@@ -107,14 +126,14 @@ def any_tree(
 
 def entry(updates: Any, state: Any, *, whole: bool = False) -> Any:
   """Returns gradients that need a map, their specs, and the axes; None for others."""
-  if of_all(updates):  # rows, which have the axes of the workers
-    return *unmarked(updates), ()
+  if trees.of_all(updates):  # rows, which have the axes of the workers
+    return *trees.unmarked(updates), ()
   # The map around this one has cut the state over the axes of the workers.
-  specs, others = (None, ()) if whole else param_specs.shards_of(updates)
+  specs, others = (None, ()) if whole else shard_maps.shards_of(updates)
   if specs is None:
     return None
   is_node = lambda x: states.is_state(x) or states.is_rows(x)
-  keys: set[Axes] = set()
+  keys: set[tuple[str, ...]] = set()
   for x in jax.tree.leaves(state, is_leaf=is_node):
     if states.is_state(x):
       keys.update(*filter(None, (x.server_residual, *(x.memory or ()))))
@@ -133,14 +152,14 @@ def on_device(updates: Any, state: Any) -> tuple[Any, Any, tuple[int, ...]]:
   tree, specs, axes, _ = entry(updates, state) or typed
 
   def like(x: Any, spec: P) -> jax.ShapeDtypeStruct:
-    shape = mesh_specs.shard_shape(jnp.shape(x)[axes is not None :], spec, mesh)
+    shape = mesh_axes.shard_shape(jnp.shape(x)[axes is not None :], spec, mesh)
     return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
 
   return jax.tree.map(like, tree, specs), mesh, sizes
 
 
 def _in_map(
-  update: Update,
+  update: shard_maps.Update,
   maps: dict[str, Any],
   found: Any,
   updates: Any,
@@ -155,38 +174,36 @@ def _in_map(
   exchanges in it see shards. ``filled`` makes a state for all workers of a mesh.
   """
   tree, specs, axes, names = found
-  placed_as, placed, mesh = specs, param_specs.PLACED.value, types.mesh_of(updates)
+  placed_as, placed, mesh = specs, shard_maps.PLACED.value, types.mesh_of(updates)
   if axes is not None:
     workers = _check_rows(tree, axes, maps["axis_name"], mesh)
     state = maps["filled"](state, mesh) if maps.get("filled") else state
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
     if maps.get("whole"):
-      placed = param_specs.by_leaf(
-        shapes, jax.tree.leaves(specs, is_leaf=mesh_specs.is_spec)
-      )
-      specs = jax.tree.map(lambda _: P(), specs, is_leaf=mesh_specs.is_spec)
+      placed = shard_maps.by_leaf(shapes, jax.tree.leaves(specs, is_leaf=is_spec))
+      specs = jax.tree.map(lambda _: P(), specs, is_leaf=is_spec)
     # Over axes that shard nothing each device still sends a part of the words.
-    names = mesh_specs.axes_in(specs).union(axis_names(axes))
-  each = functools.partial(jax.tree.map, is_leaf=mesh_specs.is_spec)
-  cut = specs if mesh_specs.axes_in(specs) else None
-  stacked = state_specs(state, axis_name=axes or manual_axes(), param_specs=cut)
-  own = each(lambda spec: mesh_specs.restrict_spec(spec, names), stacked)
+    names = axes_in(specs).union(axis_names(axes))
+  each = functools.partial(jax.tree.map, is_leaf=is_spec)
+  cut, manual = specs if axes_in(specs) else None, mesh_axes.manual_axes()
+  stacked = state_specs(state, axis_name=axes or manual, param_specs=cut)
+  own = each(lambda spec: mesh_axes.restrict_spec(spec, names), stacked)
   places, keeps = specs, maps.get("keeps") and axes is not None
   if axes is not None:
-    of_axes = lambda spec: mesh_specs.restrict_spec(spec, axis_names(axes))
+    of_axes = lambda spec: mesh_axes.restrict_spec(spec, axis_names(axes))
     check_stacked(state, each(of_axes, own), shapes, workers)
-    places = each(lambda spec: P(axes, *mesh_specs.entries(spec)), specs)
-  arrays, with_arrays = arrays_of(extra_args)
+    places = each(lambda spec: P(axes, *mesh_axes.entries(spec)), specs)
+  arrays, with_arrays = shard_maps.arrays_of(extra_args)
   # A map around this one may have no types, which say what differs between workers.
-  untyped = () if axes or types.is_typed(manual_axes()) else manual_axes()
-  differs = each(lambda x: tuple(mesh_specs.axes_in(x).intersection(untyped)), stacked)
+  untyped = () if axes or types.is_typed(manual) else manual
+  differs = each(lambda x: tuple(axes_in(x).intersection(untyped)), stacked)
 
   def local(grads: Any, state: Any, params: Any, arrays: Any) -> tuple[Any, Any]:
     grads = jax.tree.map(lambda x: x[0], grads) if axes else grads
     if untyped:
       grads = types.mark_varying(grads, untyped)
       state = jax.tree.map(types.mark_varying, state, differs)
-    with param_specs.PLACED(placed):
+    with shard_maps.PLACED(placed):
       new, state = update(grads, state, params, **with_arrays(arrays))
     return (jax.tree.map(lambda x: x[None], new) if keeps else new), state
 
@@ -197,7 +214,7 @@ def _in_map(
     out_specs=(places if keeps else specs, own),
     axis_names=set(names),
   )(tree, state, params, arrays)
-  return (marked(new, axes, placed_as) if axes and keeps else new), state
+  return (trees.marked(new, axes, placed_as) if axes and keeps else new), state
 
 
 def _in_pairs(grads: Any) -> Any:
@@ -211,22 +228,6 @@ def _in_pairs(grads: Any) -> Any:
         f"{name} must have a real or complex float dtype, got {leaf.dtype}."
       )
   return jax.tree.map(pairs, grads)
-
-
-def _check_residual_types(
-  stored: Any, updates: Any, axis_name: AxisName | None
-) -> None:
-  """Raises ValueError for residuals that every device would take for its own."""
-  if types.mesh_of(updates).size == 1:
-    return
-  names = () if axis_name is None else axis_names(axis_name)
-  for path, leaf in jax.tree_util.tree_leaves_with_path(stored):
-    if not types.sharded_over(leaf).issuperset(names):
-      raise ValueError(
-        f"`state.residual`{jax.tree_util.keystr(path)} must stack the parts of all "
-        f"workers of {axis_name!r}, got the type {jax.typeof(leaf)}; give "
-        "axis_name= and make the state by optimizer.init under jax.set_mesh(mesh)."
-      )
 
 
 def _check_rows(rows: Any, axes: AxisName, axis_name: Any, mesh: AbstractMesh) -> int:
@@ -246,3 +247,74 @@ def _check_rows(rows: Any, axes: AxisName, axis_name: Any, mesh: AbstractMesh) -
         "gradcomp.value_and_grad returns."
       )
   return workers
+
+
+def _is_complex(x: Any) -> bool:
+  return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.complexfloating)
+
+
+def pairs(x: Any) -> Any:
+  """Returns a complex array as pairs of reals on a new last axis, others unchanged."""
+  if not _is_complex(x):
+    return x
+  stack = lambda x: jnp.stack([jnp.real(x), jnp.imag(x)], axis=-1)
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return jax.eval_shape(stack, x)
+  return shard_maps.map_addends(stack, x)
+
+
+def like_complex(x: jax.Array, like: jax.Array) -> jax.Array:
+  """Turns pairs of reals into complex numbers if ``like`` is complex."""
+  if not _is_complex(like):
+    return x
+  part = functools.partial(lax.index_in_dim, axis=-1, keepdims=False)
+  return shard_maps.map_addends(lambda x: lax.complex(part(x, 0), part(x, 1)), x)
+
+
+def raises_under_derivatives(message: str) -> Callable[[Callable[[Any], Any]], Any]:
+  """Makes a function of a tree raise TypeError if JAX differentiates it."""
+
+  def decorate(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    guarded = jax.custom_jvp(function)
+
+    @guarded.defjvp
+    def refuse(primals: Any, tangents: Any) -> Any:
+      raise TypeError(message)
+
+    return guarded
+
+  return decorate
+
+
+# Rounding has no derivative. Without this some codecs would return zeros for it, and
+# others would fail inside a kernel.
+@raises_under_derivatives(
+  "`updates` must not be differentiated: what the exchange rounds and sends has no "
+  "derivative; call update outside of jax.grad, or give it "
+  "jax.lax.stop_gradient(updates)."
+)
+def not_differentiated(updates: Any) -> Any:
+  """Returns the gradients unchanged; raises TypeError if JAX differentiates them."""
+  return updates
+
+
+def extra_args(value: Any, grad: Any, value_fn: Callable[[Any], Any]) -> dict[str, Any]:
+  """Returns the loss, its gradient and its function by optax's names for them."""
+
+  def of_params(params: Any, obj_fn: Any = None) -> jax.Array:
+    # A line search hands all that it does not know to the function, by its name.
+    return value_fn(params)
+
+  # Partial functions are trees, which jax.jit takes as arguments.
+  functions = {"value_fn": Partial(of_params), "obj_fn": Partial(value_fn)}
+  return {"value": value, "grad": grad, **functions}
+
+
+def stand_ins(params: Any) -> dict[str, Any]:
+  """Returns stand-ins for the extra arguments, for a trace that nothing runs."""
+
+  def value_fn(params: Any) -> jax.Array:
+    sums = [jnp.sum(jnp.abs(x), dtype=jnp.float32) for x in jax.tree.leaves(params)]
+    return sum(sums, jnp.float32(0))
+
+  return extra_args(jnp.float32(0), params, value_fn)

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath, keystr
 from jax.typing import ArrayLike
 
@@ -14,21 +15,21 @@ from gradcomp._src.checks import see
 from gradcomp._src.codecs.protocol import LeafCodec, working_dtype
 from gradcomp._src.codecs.sums.records import Leaf, Memory
 from gradcomp._src.codecs.sums.sum import sum_limit
-from gradcomp._src.core import codec_memory, first_state, residual_storage
+from gradcomp._src.core import feedback as feedbacks
 from gradcomp._src.core import state as states
+from gradcomp._src.core.border import pairs
 from gradcomp._src.core.feedback import Feedback, as_feedback
-from gradcomp._src.core.inputs import pairs
 from gradcomp._src.core.state import CompressState
-from gradcomp._src.exchange import auto, one_stage, protocol
+from gradcomp._src.exchange import auto, protocol, schedules
 from gradcomp._src.exchange import layout as layouts
 from gradcomp._src.exchange import plan as plans
 from gradcomp._src.exchange.step import Step
 from gradcomp._src.kernels.gpu import table
-from gradcomp._src.mesh import agreement, study
-from gradcomp._src.mesh.axes import AxisName, as_axis_name, axis_names, bound_size
-from gradcomp._src.mesh.place import Place, check_whole
-from gradcomp._src.mesh.platforms import platform
+from gradcomp._src.mesh import agreement, study, types
+from gradcomp._src.mesh import axes as mesh_axes
+from gradcomp._src.mesh.axes import Axes, AxisName, as_axis_name, axes_in, axis_names
 from gradcomp._src.mesh.trees import is_box
+from gradcomp._src.mesh.types import Place
 
 Dither = Literal["shared", "independent"]
 
@@ -111,25 +112,25 @@ class Compression(checks.Checked):
     codecs = layouts.leaf_codecs(bound, codec, min_leaf_size=least)
     for one in dict.fromkeys(codecs):
       sum_limit(one.facts.max_code, workers, one)
-    apart = facts.max_code > 0 and isinstance(exchange, one_stage.AllReduce | auto.Auto)
+    apart = facts.max_code > 0 and isinstance(exchange, schedules.AllReduce | auto.Auto)
     # CPUs compute nothing beside their collectives, and each message takes time.
-    hides = exchange.sends and workers > 1 and platform() != "cpu"
+    hides = exchange.sends and workers > 1 and study.platform() != "cpu"
     size = size if hides or size != "auto" else None
     messages = []
-    for turn, parts in enumerate(plans.averages(codecs, like)):
-      for kind, sizes in plans.kinds_of(parts, others, apart).items():
-        varied, plain, is_wide = kind
-        for piece in plans.cut(size, sizes, paths, workers):
-          own, coded, counts = zip(*(parts[i] for i in piece), strict=True)
-          done = [x.size if n is None else n for x, n in zip(own, counts, strict=True)]
-          replaced = any(n is not None for n in counts)
-          layout = layouts.arrange(own, coded, sum(done) if replaced else None)
-          pick = auto.reencoding if plain else auto.choose
-          picked, reason = decided or pick(exchange, layout, workers)
-          if is_wide and exchange.sends:
-            picked, reason = one_stage.AllReduce(), "float64 is added as it is"
-          of_all = picked, varied, reason, turn
-          messages.append(protocol.Message(tuple(piece), layout, *of_all))
+    for kind, parts in plans.kinds_of(codecs, like, others, apart).items():
+      turn, varied, plain, is_wide = kind
+      sizes = {i: nbytes for i, (_, nbytes) in parts.items()}
+      for piece in plans.cut(size, sizes, paths, workers):
+        own, coded, counts = zip(*(parts[i][0] for i in piece), strict=True)
+        done = [x.size if n is None else n for x, n in zip(own, counts, strict=True)]
+        replaced = any(n is not None for n in counts)
+        layout = layouts.arrange(own, coded, sum(done) if replaced else None)
+        pick = auto.reencoding if plain else auto.choose
+        picked, reason = decided or pick(exchange, layout, workers)
+        if is_wide and exchange.sends:
+          picked, reason = schedules.AllReduce(), "float64 is added as it is"
+        of_all = picked, varied, reason, turn
+        messages.append(protocol.Message(tuple(piece), layout, *of_all))
     names, rules = tuple(map(keystr, paths)), tuple(map(codec.rule, whole))
     each = tuple(bound), tuple(others), tuple(codecs), rules
     rest = across.axes, workers, across.is_sum, self.feedback.keeps
@@ -138,37 +139,72 @@ class Compression(checks.Checked):
   def init(self, params: Any) -> CompressState:
     """Creates the state; ValueError if parameters are sharded over the workers."""
     if self.axis_name and self.exchange.sends:
-      check_whole("params", params, self.axis_name)
-    params = jax.tree.map(pairs, params)
-    seed, axes = states.seed_words(self.key), study.studied_axes(self.axis_name)
+      types.check_whole("params", params, self.axis_name)
+    params, rule = jax.tree.map(pairs, params), self.feedback
+    seed, axis_name = states.seed_words(self.key), study.studied_axes(self.axis_name)
+    leaves, treedef = jax.tree.flatten(params)
+    names = () if axis_name is None else axis_names(axis_name)
+    workers, is_bound = mesh_axes.count(names) if names else (None, False)
+    on_mesh = workers is not None and not is_bound
+    mesh = jax.sharding.get_abstract_mesh() if on_mesh else types.mesh_of(leaves)
+    others = [types.other_axes(leaf, axis_name) for leaf in leaves]
+
+    def part(leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
+      """Returns the shape of one device's shard."""
+      shape = mesh_axes.shard_shape(getattr(leaf, "shape", ()), spec, mesh)
+      return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    # The second stage is planned from the shapes that update will see: a shard of a
+    # leaf if it is typed so, but a whole leaf if Auto axes shard it.
+    seen = map(part, leaves, map(types.typed_spec, leaves))
+    across = Place(axis_name, workers or 1, others=others)
+    plan = self.plan(jax.tree.unflatten(treedef, seen), across)
+    study.note((study.PLANNED, plan))
+    specs = [*map(types.placed_spec if on_mesh else types.typed_spec, leaves)]
+    shapes = [x.shape or (1,) for x in map(part, leaves, specs)]
+    places = [(shape, (*names, *at)) for shape, at in zip(shapes, others, strict=True)]
     zeros = lambda shape: jnp.zeros(shape, jnp.float32)
+    unsent = lambda shape: feedbacks.first_residual(shape, rule.stored)
+    wanted = (unsent, rule.keeps), (zeros, rule.moves)  # trees like the parameters
 
-    def own(like: Any, others: Any, workers: int | None) -> Any:
-      """Returns a maker of owner residuals and memories, by the seed, each by axes."""
-      known = 1 if axes is None else workers
-      across = Place(axes, known or 1, others=others)
-      plan = self.plan(like, across)
-      study.note((study.PLANNED, plan))
-      shapes = {} if known is None or axes is None else plans.owner_shapes(plan)
+    def own_arrays(seed: jax.Array) -> Any:
+      """Returns owner residuals and memories, each by the axes that stack them."""
+      memory = states.first_memory(plan, seed)
+      if workers is None:
+        return {}, memory.shared, {} if names else memory.own
+      owned = plans.owner_shapes(plan).items()
+      return {at: tuple(map(zeros, found)) for at, found in owned}, *memory
 
-      def make(seed: jax.Array) -> first_state.Own:
-        shared, own = codec_memory.first_stored(plan, seed) or ({}, {})
-        owned = {at: tuple(map(zeros, found)) for at, found in shapes.items()}
-        return owned, shared, {} if known is None else own
+    def typed(tree: Any, axes: Axes) -> Any:
+      known = tuple(x for x in axes if workers is not None or x not in names)
+      return types.mark_varying(tree, known)
 
-      return make
+    def local(seed: jax.Array) -> tuple[Any, Any]:
+      each = lambda first: [typed(first(shape), axes) for shape, axes in places]
+      like = lambda first: jax.tree.unflatten(treedef, each(first))
+      kept = [like(first) if needed else None for first, needed in wanted]
+      own = [{at: typed(x, at) for at, x in part.items()} for part in own_arrays(seed)]
+      return kept, own
 
-    firsts: dict[str, Any] = {}
-    if self.feedback.keeps:
-      firsts["residual"] = self.feedback.first
-    if self.feedback.moves:
-      firsts["velocity"] = zeros
-    trees, (owned, *memory) = first_state.first_state(params, axes, firsts, own, seed)
+    cut, make = axes_in(specs), local
+    if on_mesh or cut:
+      specs = [mesh_axes.stack_spec(names, x) if on_mesh else x for x in specs]
+      inside = {*mesh.axis_names} if on_mesh else {*cut}
+      spec = lambda axes: mesh_axes.restrict_spec(P(axes), inside)
+      found = jax.eval_shape(own_arrays, seed)
+      own_specs = [{axes: spec(axes) for axes in part} for part in found]
+      like = jax.tree.unflatten(treedef, specs)
+      out = [like if needed else None for _, needed in wanted], own_specs
+      over: Any = {"axis_names": inside, "check_vma": not on_mesh}
+      make = jax.jit(jax.shard_map(local, in_specs=P(), out_specs=out, **over))
+    (residual, velocity), (owned, *memory) = make(seed)
     (count,) = study.note(study.FIRST, jnp.zeros([], jnp.int32))
-    kept = codec_memory.as_stored(params, Memory(*memory))
-    estimates = self.feedback.estimates
-    estimate = first_state.first_estimate(params, axes) if estimates else None
-    residual, velocity = trees.get("residual"), trees.get("velocity")
+    # Estimates are equal on all workers.
+    first = lambda x: jnp.zeros_like(x, jnp.float32).reshape(jnp.shape(x) or (1,))
+    varies = lambda x: tuple(sorted(types.varying_axes(x).difference(names)))
+    equal = lambda x: types.mark_varying(first(x), varies(x))
+    estimate = jax.tree.map(equal, params) if rule.estimates else None
+    kept = states.as_stored(params, Memory(*memory))
     return CompressState(count, seed, residual, owned or None, kept, velocity, estimate)
 
   def check(self, across: Place, updates: Any, state: CompressState) -> None:
@@ -178,30 +214,38 @@ class Compression(checks.Checked):
     states.check_type(state, CompressState)
     for name, needed in needs.items():
       if needed and some and getattr(state, name) is None:
-        kept = f"`state.{name}` must be kept with feedback={rule} and {self.codec}"
-        raise ValueError(f"{kept}; {states.CURE}.")
+        raise ValueError(
+          f"`state.{name}` must be kept with feedback={rule} and {self.codec}; "
+          f"{states.CURE}."
+        )
     if state.estimate is not None and not rule.estimates:
       raise ValueError(
         f"`state.estimate` must be None with feedback={rule}, which does not read it; "
         'make the state with this transformation, or go on with feedback="ef21".'
       )
-    if across.axes is not None and self.exchange.sends:
+    if across.axes is not None and self.exchange.sends and not agreement.is_alone():
       told = vars(self) | {"inspected": state.measures is not None}
-      told |= {} if agreement.is_alone() else {"kernels": table.kernel_verdicts()}
+      told["kernels"] = table.kernel_verdicts()
       agreement.require_agreement("gradcomp.compress", told, updates, across.axes)
     for name in ("codec", "feedback", "min_leaf_size"):
       study.note((name, getattr(self, name)))
     for name in needs:
-      tree = residual_storage.shaped(getattr(state, name))
-      first_state.check_own(name, tree, updates, across.axes, across.workers)
-    if rule.keeps:
-      residual_storage.check_kind(state.residual, rule.first)
+      tree = getattr(state, name)
+      check_own(name, tree, updates, across.axes, across.workers)
+    is_leaf, leaves_of = feedbacks.is_stored, jax.tree_util.tree_leaves_with_path
+    for path, leaf in leaves_of(state.residual, is_leaf) if rule.keeps else ():
+      if (found := feedbacks.kind(leaf)) != rule.stored:
+        raise ValueError(
+          f"`state.residual`{keystr(path)} must be stored as {rule.stored}, as "
+          f"`feedback` has it, got {found}; make the state with this transformation, "
+          f"or give feedback=gradcomp.ErrorFeedback(residual_dtype={found!r})."
+        )
 
   def step(self, plan: plans.MessagePlan, state: CompressState) -> Step:
     """Returns the facts of a step; ValueError if the state does not have its arrays."""
     study.note(plan, state.count)
     keys = states.step_keys(state, plan, shared=self.dither == "shared")
-    memory, owned = codec_memory.recall(plan, state.memory), state.server_residual
+    memory, owned = states.recall(plan, state.memory), state.server_residual
     if plan.axis_name is None or not plans.owner_shapes(plan):
       owned = None
     elif owned is None and self.feedback.keeps:
@@ -229,7 +273,7 @@ class Compression(checks.Checked):
     """Returns the text about a state without the owner residuals that a plan needs."""
     assert plan.axis_name is not None
     names = axis_names(plan.axis_name)
-    counts = tuple(map(bound_size, names)) if names[1:] else plan.workers
+    counts = tuple(map(mesh_axes.bound_size, names)) if names[1:] else plan.workers
     given = "" if self.axis_name else f"give axis_name={plan.axis_name!r}, and "
     return (
       f"`state.server_residual` must be kept by the {plan.workers} workers of "
@@ -239,6 +283,49 @@ class Compression(checks.Checked):
       f"optimizer, axis_name={plan.axis_name!r}, workers={counts}){effect}."
       f"{see('whose-second-stage-loses-something')}"
     )
+
+
+def check_own(
+  name: str, tree: Any, updates: Any, axis_name: AxisName | None, workers: int
+) -> None:
+  """Raises ValueError for a worker's own tree that is not like its gradient."""
+
+  def check(path: Any, update: jax.Array, leaf: jax.Array) -> None:
+    got, shape, more = leaf.shape, update.shape or (1,), ""
+    if got == shape:
+      return
+    if count := stacked_for(got, shape, workers):
+      more = f": as if made for {count} worker{'s' * (count != 1)}, not for {workers}"
+    more += (
+      "; inside a map, pass the state through with gradcomp.state_specs, and make it "
+      "by optimizer.init inside the map or under jax.set_mesh(mesh)."
+    )
+    longer = [(a, b) for a, b in zip(shape, got, strict=False) if a != b]
+    one_axis = len(got) == len(shape) and len(longer) == 1 and longer[0][0] > 0
+    if axis_name is not None and one_axis and longer[0][1] % longer[0][0] == 0:
+      more += (
+        " If the gradient is that of a part of the parameter, sharded over "
+        f"{axis_name!r}, {types.GATHER_FIRST}. If it is sharded over another axis, "
+        "make the state by gradcomp.init_state."
+      )
+    raise ValueError(
+      f"`state.{name}`{jax.tree_util.keystr(path)} must have the shape of its "
+      f"gradient, {shape} here, got {got}{more}"
+      f"{see('must-have-the-shape-of-its-gradient')}"
+    )
+
+  if tree is not None:
+    jax.tree_util.tree_map_with_path(check, updates, feedbacks.shaped(tree))
+
+
+def stacked_for(
+  got: tuple[int, ...], expected: tuple[int, ...], workers: int
+) -> int | None:
+  """Returns the workers that an array of shape ``got`` was stacked for, or None."""
+  if not got or not expected or got[1:] != expected[1:] or not expected[0]:
+    return None
+  count, rest = divmod(workers * got[0], expected[0])
+  return None if rest or count in (0, workers) else count
 
 
 def paths_of(tree: Any) -> list[KeyPath]:

@@ -95,8 +95,13 @@ def _of_leaf(
   """Returns the fingerprint of a leaf, ``uint32[2]``; ``cut`` if types shard it."""
   if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     x = jax.random.key_data(x)
-  words = _words(x)
-  first = _place(x, cut) * np.uint32(len(words))
+  words, first = _words(x), jnp.zeros([], jnp.uint32)
+  # The flat index of each element modulo 2**32, sharded like the leaf.
+  sharding = jax.typeof(x).sharding if cut else None
+  for axis in range(x.ndim):
+    along = lax.broadcasted_iota(jnp.uint32, x.shape, axis, out_sharding=sharding)
+    first = along * np.uint32(math.prod(x.shape[axis + 1 :]) % 2**32) + first
+  first *= np.uint32(len(words))
   total = jnp.asarray(seeds)  # so that an empty leaf counts
   for number, word in enumerate(words):
     place = (first + np.uint32(number)) * _GOLDEN + seeds[0]
@@ -125,16 +130,6 @@ def _added(first: jax.Array, second: jax.Array) -> jax.Array:
   zero, axes = np.uint32(0), tuple(range(first.ndim))
   add = lambda a, b: (a[0] + b[0], a[1] + b[1])
   return jnp.stack(lax.reduce((first, second), (zero, zero), add, axes))
-
-
-def _place(x: jax.Array, cut: bool) -> jax.Array:
-  """Returns each element's flat index modulo ``2**32``, sharded like ``x``."""
-  sharding = jax.typeof(x).sharding if cut else None
-  place = jnp.zeros([], jnp.uint32)
-  for axis in range(x.ndim):
-    along = lax.broadcasted_iota(jnp.uint32, x.shape, axis, out_sharding=sharding)
-    place = along * np.uint32(math.prod(x.shape[axis + 1 :]) % 2**32) + place
-  return place
 
 
 def _words(x: jax.Array) -> list[jax.Array]:

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gradcomp._src.core.residual_storage import is_stored, read_residual
+from gradcomp._src.core.feedback import is_stored, read_residual
 from gradcomp._src.core.state import CompressState
 from gradcomp._src.exchange import plan as plans
 from gradcomp._src.exchange.collectives import STAGE, psum
-from gradcomp._src.exchange.lines import own_rows
 from gradcomp._src.exchange.step import Leaves, Step
 from gradcomp._src.mesh.types import mark_varying
 
@@ -54,9 +53,7 @@ def _filled(leaves: int, value: float) -> Sums:
 def measured(
   state: CompressState, step: Step, updates: Any, corrected: Leaves, reduced: Any
 ) -> CompressState:
-  """Returns the state after a step, with the sums of the step if it is inspected."""
-  if state.measures is None:
-    return state
+  """Returns the state after a step that is inspected, with the sums of the step."""
   plan, size = step.plan, step.plan.workers
   # Under Explicit axes gradients are addends, an Nth of a worker's gradient elsewhere.
   factor = size if plan.is_sum else 1.0
@@ -115,7 +112,7 @@ def _owned(
   worker = lax.axis_index(plan.axis_name)
   matrices = plans.owned_matrices(plan).get(axes, [])
   for matrix, rows in zip(matrices, residuals.get(axes, ()), strict=True):
-    own = own_rows(matrix.shape[0], worker)
+    own = worker * matrix.shape[0] + lax.iota(jnp.int32, matrix.shape[0])
     # Rows that fill up the last shares have the number of leaves.
     numbers = jnp.asarray([*matrix.message.leaves, len(plan.names)])
     place = numbers[matrix.message.layout.leaf_of_row(matrix.group, own)]

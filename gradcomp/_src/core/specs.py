@@ -13,12 +13,11 @@ from jax.sharding import PartitionSpec as P
 from gradcomp._src.checks import see
 from gradcomp._src.codecs.sums.records import Memory
 from gradcomp._src.core import state as states
-from gradcomp._src.core.residual_storage import is_stored, shaped
+from gradcomp._src.core.feedback import is_stored, shaped
 from gradcomp._src.mesh import axes as mesh_axes
-from gradcomp._src.mesh.axes import AxisName
-from gradcomp._src.mesh.param_specs import specs_like, specs_of
-from gradcomp._src.mesh.specs import axes_in, is_spec, stack_spec, stacked_over
-from gradcomp._src.mesh.study import is_study
+from gradcomp._src.mesh.axes import AxisName, axes_in, is_spec, stack_spec
+from gradcomp._src.mesh.shard_maps import specs_like, specs_of
+from gradcomp._src.mesh.study import is_study, studied_axes
 from gradcomp._src.mesh.trees import trainable
 from gradcomp._src.mesh.types import is_traced
 
@@ -98,7 +97,8 @@ def state_specs(  # noqa: C901 - a case for each type of state
   def owned(arrays: Any) -> Any:
     """Returns the specs of arrays by the axes that stack them, without Auto axes."""
     return arrays and {
-      axes: alike(stacked_over(axes, here(axes)), tree) for axes, tree in arrays.items()
+      axes: alike(mesh_axes.restrict_spec(P(axes), here(axes)), tree)
+      for axes, tree in arrays.items()
     }
 
   def inside(node: states.OwnSteps) -> AxisName:
@@ -238,6 +238,32 @@ def made_on_mesh(
   return jax.jit(over(make, out_specs=specs))(params)
 
 
+def make_own(
+  make: Callable[[Any], Any],
+  tree: Any,
+  axis_name: AxisName,
+  unknown: str,
+  in_specs: Any = P(),  # noqa: B008 - it is constant
+) -> Any:
+  """Calls ``make(tree)`` in the map, or on the mesh for global arrays."""
+  names = mesh_axes.axis_names(axis_name)
+  workers, is_bound = mesh_axes.count(studied_axes(names) or names)
+  if is_bound:
+    return make(tree)
+  if workers is None:
+    raise mesh_axes.UnboundAxisError(
+      f"`axis_name` must be an axis that init can count, and {axis_name!r} is not "
+      f"bound here: it is unknown {unknown}; call optimizer.init under "
+      "jax.set_mesh(mesh), or inside the map; where a program copies one state to its "
+      "workers, give it gradcomp.wrappers.replicable("
+      f"optimizer, axis_name={axis_name!r}, workers=N).",
+      axis_name,
+    )
+  inside = (*names, *sorted(axes_in(in_specs).difference(names)))
+  given: Any = {"in_specs": (in_specs,), "axis_names": {*inside}, "check_vma": False}
+  return made_on_mesh(make, tree, functools.partial(jax.shard_map, **given), inside)
+
+
 def replicable(
   optimizer: optax.GradientTransformation,
   *,
@@ -293,11 +319,21 @@ def replicable(
 
 def check_stacked(opt_state: Any, specs: Any, params: Any, workers: int) -> None:
   """Raises ValueError if an array of all workers has the shape of one worker's."""
+
+  # But for arrays of rows, which update checks.
+  def less(node: Any) -> Any:
+    if states.is_state(node):
+      return node._replace(server_residual=None, memory=None)
+    return None if is_rows(node) else node
+
+  is_rows = lambda x: isinstance(x, states.OwnedRows | states.OwnSteps)
+  is_leaf = lambda x: is_rows(x) or states.is_state(x)
+  given = opt_state, specs
+  opt_state, specs = (jax.tree.map(less, x, is_leaf=is_leaf) for x in given)
   own = {leaf.shape or (1,) for leaf in jax.tree.leaves(params)}
   stacked = {(workers * first, *rest) for first, *rest in own}
-  leaves = jax.tree_util.tree_leaves_with_path(_without_rows(opt_state))
-  specs = jax.tree.leaves(_without_rows(specs))
-  for (path, leaf), spec in zip(leaves, specs, strict=True):
+  leaves = jax.tree_util.tree_leaves_with_path(opt_state)
+  for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
     whole = leaf.shape and leaf.shape not in own and leaf.shape[0] % workers == 0
     if axes_in(spec) and leaf.shape not in stacked and not whole:
       raise ValueError(
@@ -306,13 +342,3 @@ def check_stacked(opt_state: Any, specs: Any, params: Any, workers: int) -> None
         "optimizer.init under jax.set_mesh(mesh), or, with optax.MultiSteps around the "
         f"exchange, inside jax.shard_map.{see('must-stack-the-parts-of')}"
       )
-
-
-def _without_rows(opt_state: Any) -> Any:
-  """Returns a state, or its specs, without arrays of rows, which update checks."""
-  rowless = {"server_residual": None, "memory": None}
-  is_rows = lambda x: isinstance(x, states.OwnedRows | states.OwnSteps)
-  has_rows = lambda x: states.is_state(x) or is_rows(x)
-  less = lambda x: x._replace(**rowless) if states.is_state(x) else x
-  without = lambda x: None if is_rows(x) else less(x)
-  return jax.tree.map(without, opt_state, is_leaf=has_rows)

@@ -1,7 +1,7 @@
-"""The states of transformations, and the random keys of a step."""
+"""The states of transformations, the random keys of a step, and codec memories."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,10 +13,11 @@ from jax.typing import ArrayLike
 
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import Context, Memory
-from gradcomp._src.exchange.plan import MessagePlan, OwnerResiduals
-from gradcomp._src.kernels.common.dithers import dither
-from gradcomp._src.kernels.common.threefry import fold_key, key_words
+from gradcomp._src.exchange.plan import MADE_FOR_SHARDS, MessagePlan, OwnerResiduals
+from gradcomp._src.kernels.common.dithers import dither, fold_key, key_words
 from gradcomp._src.kernels.materialize import unknown
+from gradcomp._src.mesh.axes import Axes
+from gradcomp._src.mesh.types import mark_varying
 
 
 class CompressState(NamedTuple):
@@ -253,3 +254,97 @@ def text_keys(key: jax.Array, texts: Sequence[str]) -> jax.Array:
 def name_words(text: str) -> np.ndarray:
   """Returns the first two words of a text's SHA-256, big-endian."""
   return np.frombuffer(hashlib.sha256(text.encode()).digest()[:8], ">u4")
+
+
+def first_memory(plan: MessagePlan, key: jax.Array) -> Memory:
+  """Creates the codec memories, by a key of all workers: empty if no codec has any."""
+  # Trees of arrays by the axes that stack them, and by the numbers of leaves. Names
+  # would not do: flax.nnx has others for init than for update.
+  stored = Memory({}, {})
+  if not jax.tree.leaves(_shapes(plan)):
+    return stored
+  encodes = all(message.exchange.of_leaves for message in plan.messages)
+  bound = zip(plan.codecs, plan.leaves, text_keys(key, plan.names), strict=True)
+  for i, (codec, leaf, key_of_leaf) in enumerate(bound):
+    shared, own = codec.init(leaf, key_of_leaf)
+    if jax.tree.leaves(shared):
+      stored.shared.setdefault(plan.others[i], {})[i] = shared
+    if jax.tree.leaves(own) and encodes:
+      stored.own.setdefault(plan.own_axes(i), {})[i] = own
+  return stored
+
+
+def as_stored(params: Any, memory: Memory) -> Any:
+  """Returns a memory as a state stores it: None for an empty one."""
+  # optax.tree.map_params asks for the state of a node without leaves, which stands for
+  # any parameters. One array stands for the memories of these.
+  known = isinstance(params, Mapping | Sequence | None) or jax.tree.leaves(params)
+  if not known:
+    return jnp.zeros([])
+  return memory if any(memory) else None
+
+
+def recall(plan: MessagePlan, stored: Memory | None) -> list[Memory]:
+  """Returns each leaf's codec memory, perhaps empty; ValueError for other shapes."""
+  result = []
+  for i, needed in enumerate(_shapes(plan)):
+    parts, places = [], (plan.others[i], plan.own_axes(i))
+    for field, axes, part in zip(Memory._fields, places, needed, strict=True):
+      kept = {} if stored is None else getattr(stored, field)
+      found = kept.get(axes, {}).get(i, ()) if jax.tree.leaves(part) else ()
+      # A state made without the number of workers has no memories of their own.
+      made = field == "shared" or any(i in trees for trees in kept.values())
+      shapes, got = ([x.shape for x in jax.tree.leaves(y)] for y in (part, found))
+      if made and got != shapes:
+        raise ValueError(
+          f"`state.memory.{field}[{axes!r}][{i}]` must have arrays of the shapes "
+          f"{shapes} for {plan.names[i]} with {plan.codecs[i]}, got {got or 'none'}; "
+          f"{MADE_FOR_SHARDS}"
+        )
+      parts.append(found)
+    result.append(Memory(*parts))
+  return result
+
+
+def remember(
+  plan: MessagePlan, stored: Memory | None, memory: Sequence[Memory]
+) -> Memory | None:
+  """Returns the stored memories after a step; unused ones stay as they were."""
+  if stored is None:
+    return None
+
+  def new(field: str, axes: Axes, kept: dict[int, Any]) -> dict[int, Any]:
+    found = {i: getattr(memory[i], field) for i in kept}
+    if field == "own" and plan.axis_name is not None:
+      found = mark_varying(found, axes)  # even constants are a worker's own
+    return {i: found[i] if jax.tree.leaves(found[i]) else kept[i] for i in kept}
+
+  parts = zip(Memory._fields, stored, strict=True)
+  return Memory(*({at: new(x, at, y) for at, y in part.items()} for x, part in parts))
+
+
+def used_by_leaf(plan: MessagePlan, stored: Memory) -> dict[int, float]:
+  """Returns the mean entries that a worker sent, by leaf; unknown ones are left out."""
+  result = {}
+  workers = 1 if plan.axis_name is None else plan.workers
+  for i, needed in enumerate(_shapes(plan)):
+    tree = stored.own.get(plan.own_axes(i), {}).get(i, ())
+    used = plan.codecs[i].used_entries(Memory(own=tree))
+    if used is None or isinstance(used, jax.core.Tracer):
+      continue
+    of_one = plan.codecs[i].used_entries(needed)
+    rows = 0 if of_one is None else of_one.size
+    if used.size != workers * rows:
+      raise ValueError(
+        f"`opt_state` must be that of {workers} workers with {rows} rows of "
+        f"{plan.names[i]} each, got {used.size} rows."
+      )
+    result[i] = float(np.asarray(used).sum() / workers)
+  return result
+
+
+def _shapes(plan: MessagePlan) -> list[Memory]:
+  """Returns the shapes of the codec memory of each leaf."""
+  key = jax.ShapeDtypeStruct((2,), np.uint32)
+  bound = list(zip(plan.codecs, plan.leaves, strict=True))
+  return jax.eval_shape(lambda key: [x.init(leaf, key) for x, leaf in bound], key)

@@ -15,7 +15,7 @@ import numpy as np
 from gradcomp._src.codecs import dense, protocol, qsgd
 from gradcomp._src.codecs.policy import Policy
 from gradcomp._src.codecs.sums.records import Leaf
-from gradcomp._src.core.inputs import pairs
+from gradcomp._src.core.border import pairs
 from gradcomp._src.cost.planner.candidates import Candidate, as_candidate, name_of
 from gradcomp._src.cost.planner.choice import named, shapes_of
 from gradcomp._src.cost.planner.errors import encoder, energy, wide
@@ -38,18 +38,17 @@ class AllocatedLeaf(NamedTuple):
   error: float  # squared, added over the gradients
   uniform_error: float
 
-  @property
-  def cells(self) -> list[str]:
-    """The cells of a line of the table."""
-    counts = [f"{x:,}" for x in (self.elements, self.nbytes, self.uniform_nbytes)]
-    name = name_of(self.codec) if self.codec else ""
-    errors = [f"{x:.3g}" for x in (self.error, self.uniform_error)]
-    return [self.path, counts[0] * bool(name), name, *counts[1:], *errors]
-
 
 def least_bytes(leaves: Sequence[Sequence[Any]], bound: float) -> list[int] | None:
   """Returns an option for each leaf, or None: L-GreCo's dynamic program."""
-  # Errors count in parts of the bound, rounded up: their exact sum is within it.
+
+  def cover(error: float) -> int:
+    """Returns the parts of the bound that cover an error, PARTS + 1 for too many."""
+    # Rounded up, so that the exact sum of errors is within the bound.
+    if error > bound:
+      return PARTS + 1
+    return math.ceil(Fraction(error) * PARTS / Fraction(bound)) if error else 0
+
   # The least bytes of the leaves so far, by the parts that they take together.
   least = np.full(PARTS + 1, np.inf)
   least[0] = 0
@@ -57,7 +56,7 @@ def least_bytes(leaves: Sequence[Sequence[Any]], bound: float) -> list[int] | No
   for options in leaves:
     reached = np.full((len(options), PARTS + 1), np.inf)
     for row, option in zip(reached, options, strict=True):
-      if (parts := _parts(option.error, bound)) <= PARTS:
+      if (parts := cover(option.error)) <= PARTS:
         row[parts:] = least[: PARTS + 1 - parts] + option.nbytes
     least = reached.min(axis=0)
     chosen.append(reached.argmin(axis=0).astype(np.int16))  # the first of equal ones
@@ -67,17 +66,8 @@ def least_bytes(leaves: Sequence[Sequence[Any]], bound: float) -> list[int] | No
   numbers = []
   for options, choice in zip(reversed(leaves), reversed(chosen), strict=True):
     numbers.append(int(choice[place]))
-    place -= _parts(options[numbers[-1]].error, bound)
+    place -= cover(options[numbers[-1]].error)
   return numbers[::-1]
-
-
-def _parts(error: float, bound: float) -> int:
-  """Returns the parts of the bound that cover an error, PARTS + 1 for too many."""
-  if not error:
-    return 0
-  if error > bound:
-    return PARTS + 1
-  return math.ceil(Fraction(error) * PARTS / Fraction(bound))
 
 
 _UNIFORM = qsgd.QSGD(bits=4)
@@ -127,9 +117,14 @@ class Allocation:
 
   def __str__(self) -> str:
     total = self.total
-    lines = aligned([_HEADER, *(x.cells for x in (*self.leaves, total))])
+    rows: list[Sequence[str]] = [_HEADER]
+    for x in (*self.leaves, total):
+      size, *counts = (f"{n:,}" for n in (x.elements, x.nbytes, x.uniform_nbytes))
+      codec = (size, name_of(x.codec)) if x.codec else ("", "")
+      rows.append([x.path, *codec, *counts, f"{x.error:.3g}", f"{x.uniform_error:.3g}"])
     saved = 1 - total.nbytes / max(total.uniform_nbytes, 1)
-    return "\n".join([*lines, f"{saved:.1%} fewer bytes than {name_of(self.uniform)}."])
+    last = f"{saved:.1%} fewer bytes than {name_of(self.uniform)}."
+    return "\n".join([*aligned(rows), last])
 
 
 def allocate(
@@ -182,12 +177,18 @@ def allocate(
   References:
     Markov et al., `L-GreCo <https://arxiv.org/abs/2210.17357>`_, 2024, section 4
   """
-  like = _like(gradients)
-  codecs = tuple(dict.fromkeys((uniform, *_codecs(candidates, uniform))))
-  steps = [_finite(tree, like, number) for number, tree in enumerate(gradients)]
+  if isinstance(candidates, str) or not isinstance(candidates, Sequence):
+    raise ValueError(f"`candidates` must be a sequence of codecs, got {candidates!r}.")
+  for name, codec in (("uniform", uniform), *(("candidates", x) for x in candidates)):
+    if not protocol.is_codec(codec) or codec.facts.parts:
+      raise ValueError(
+        f"`{name}` must have codecs of gradcomp.codecs for one leaf, got {codec!r}."
+      )
+  like, steps = _finite(gradients)
+  codecs = tuple(dict.fromkeys((uniform, *candidates)))
   sizes = [_payload_bytes(codec, like, min_leaf_size) for codec in codecs]
   biased = not all(codec.unbiased for codec in codecs)
-  options = []
+  first, options = list[AllocatedLeaf](), list[list[AllocatedLeaf]]()
   # Leaves of one path have one rule, so that they are one leaf here.
   for path in sorted(steps[0]):
     leaves = [leaf for step in steps for leaf in step[path]]
@@ -199,8 +200,15 @@ def allocate(
       AllocatedLeaf(path, codec, elements, whole, count, nbytes[0], error, lost[0])
       for codec, count, error in zip(codecs, nbytes, lost, strict=True)
     ]
-    options.append(_contracting(found) if biased else found)
-  first = [own[0] for own in options]
+    grows = lambda x: biased and 0 < x.energy <= x.error  # a residual would
+    if grows(found[0]):
+      raise ValueError(
+        "`uniform` must lose less than the energy of each leaf where a candidate is "
+        f"biased, got a loss of {lost[0] / whole:.3g} of {path}; take more bits, "
+        "smaller buckets, or only unbiased candidates."
+      )
+    first.append(found[0])
+    options.append([x._replace(error=math.inf) if grows(x) else x for x in found])
   numbers = least_bytes(options, math.fsum(x.error for x in first)) or [0] * len(first)
   best = [own[i] for own, i in zip(options, numbers, strict=True)]
   both = lambda leaves: zip(*((x.nbytes, x.error) for x in leaves), strict=True)
@@ -208,63 +216,34 @@ def allocate(
   return Allocation(uniform=uniform, leaves=tuple(chosen))
 
 
-def _contracting(options: list[AllocatedLeaf]) -> list[AllocatedLeaf]:
-  """Returns the options of a leaf, out of reach those that let a residual grow."""
-  grows = lambda x: 0 < x.energy <= x.error
-  first = options[0]
-  if grows(first):
-    raise ValueError(
-      "`uniform` must lose less than the energy of each leaf where a candidate is "
-      f"biased, got a loss of {first.error / first.energy:.3g} of {first.path}; take "
-      "more bits, smaller buckets, or only unbiased candidates."
-    )
-  return [x._replace(error=math.inf) if grows(x) else x for x in options]
-
-
-def _like(gradients: Any) -> list[_Named]:
-  """Returns the leaves that all gradients have; ValueError if they differ."""
+def _finite(gradients: Any) -> tuple[list[_Named], list[dict[str, list[np.ndarray]]]]:
+  """Returns the leaves that all gradients share, and each gradient's; or ValueError."""
   rule = "a list or a tuple of trees like the parameters, one or more"
   if not isinstance(gradients, (list, tuple)) or not gradients:
     raise ValueError(
       f"`gradients` must be {rule}, got {type(gradients).__name__}"
       f"{'' if gradients else ', empty'}; put one tree in a list."
     )
-  first, *others = [shapes_of(tree, "gradients") for tree in gradients]
-  both = lambda tree: (jax.tree.structure(tree), named(tree))
+  first, *_ = trees = [shapes_of(tree, "gradients") for tree in gradients]
+  like, steps = named(first), list[dict[str, list[np.ndarray]]]()
   told = lambda tree: ", ".join(f"{x} {y.dtype}{list(y.shape)}" for x, y in named(tree))
-  for number, other in enumerate(others, 1):
-    if both(other) != both(first):
+  for number, (tree, own) in enumerate(zip(gradients, trees, strict=True)):
+    tree_of: Any = jax.tree.structure
+    if tree_of(own) != tree_of(first) or named(own) != like:
       raise ValueError(
         f"`gradients` must be trees of the same arrays, but number {number} has "
-        f"{told(other)}, and number 0 {told(first)}."
+        f"{told(own)}, and number 0 {told(first)}."
       )
-  return named(first)
-
-
-def _codecs(candidates: Any, uniform: Any) -> tuple[protocol.LeafCodec, ...]:
-  """Returns the candidates; ValueError if one of them, or ``uniform``, is no codec."""
-  if isinstance(candidates, str) or not isinstance(candidates, Sequence):
-    raise ValueError(f"`candidates` must be a sequence of codecs, got {candidates!r}.")
-  for name, codec in (("uniform", uniform), *(("candidates", x) for x in candidates)):
-    if not protocol.is_codec(codec) or codec.facts.parts:
-      raise ValueError(
-        f"`{name}` must have codecs of gradcomp.codecs for one leaf, got {codec!r}."
-      )
-  return tuple(candidates)
-
-
-def _finite(tree: Any, like: list[_Named], number: int) -> dict[str, list[np.ndarray]]:
-  """Returns the leaves of a gradient by path; ValueError for one that is not finite."""
-  leaves: dict[str, list[np.ndarray]] = {}
-  for x, (path, shape) in zip(jax.tree.leaves(tree), like, strict=True):
-    leaf = np.asarray(x, jnp.promote_types(shape.dtype, np.float32))
-    leaves.setdefault(path, []).append(leaf)
-    if not np.isfinite(leaf).all():
-      raise ValueError(
-        f"`gradients` must be finite, but number {number} has "
-        f"{leaf[~np.isfinite(leaf)][0]} in {path}; take the gradients of other steps."
-      )
-  return leaves
+    steps.append({})
+    for x, (path, shape) in zip(jax.tree.leaves(tree), like, strict=True):
+      leaf = np.asarray(x, jnp.promote_types(shape.dtype, np.float32))
+      steps[-1].setdefault(path, []).append(leaf)
+      if not np.isfinite(leaf).all():
+        raise ValueError(
+          f"`gradients` must be finite, but number {number} has "
+          f"{leaf[~np.isfinite(leaf)][0]} in {path}; take the gradients of other steps."
+        )
+  return like, steps
 
 
 def _payload_bytes(

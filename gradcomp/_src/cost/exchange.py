@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 from gradcomp._src.checks import instance_of
 from gradcomp._src.cost.link import Cluster, CodecSpeed, collective_seconds
 from gradcomp._src.cost.rules import at_least_0
-from gradcomp._src.report.collectives import plain_bytes
+from gradcomp._src.exchange.protocol import Work
+from gradcomp._src.report.collectives import Collective, plain_bytes
 from gradcomp._src.report.explain import Explanation
 
 Speeds = CodecSpeed | Callable[[Any], CodecSpeed]  # of every codec, or for each
+# The codec, elements and work of each leaf, and whether workers keep its residual.
+Leaves = Sequence[tuple[Any, int, Work, bool]]
 
 NO_WORK = CodecSpeed(encode=0.0, decode=0.0, add=0.0)
 
@@ -81,7 +84,8 @@ def exchange_seconds(
       f"`cluster` must have the {explanation.workers} workers of the explanation, got "
       f"{cluster.workers}."
     )
-  return seconds(explanation, cluster, speeds)
+  leaves = [(x.codec, x.elements, x.work, x.keeps) for x in explanation.leaves]
+  return seconds(leaves, explanation.collectives, speeds, cluster)
 
 
 def message_seconds(
@@ -123,18 +127,19 @@ def dense_seconds(elements: float, cluster: Cluster) -> Breakdown:
   return Breakdown(wire=(("all_reduce", sent, took),))
 
 
-def seconds(step: Any, cluster: Cluster, speeds: Speeds) -> Breakdown:
-  """Predicts the seconds of the ``leaves`` and the ``collectives`` of a step."""
+def seconds(
+  leaves: Leaves, collectives: Sequence[Collective], speeds: Speeds, cluster: Cluster
+) -> Breakdown:
+  """Predicts the seconds of the leaves and the collectives of a step."""
   encode = decode = add = 0.0
-  for leaf in (x for x in step.leaves if any(x.work)):
-    work, size = leaf.work, leaf.elements
-    speed = speeds if isinstance(speeds, CodecSpeed) else speeds(leaf.codec)
-    keep = speed.keep if leaf.keeps else 0.0
+  for codec, size, work, keeps in (x for x in leaves if any(x[2])):
+    speed = speeds if isinstance(speeds, CodecSpeed) else speeds(codec)
+    keep = speed.keep if keeps else 0.0
     encode += size * float(work.encoded) * (speed.encode + keep)
     decode += size * float(work.decoded) * speed.decode
     add += size * (float(work.added) * speed.add + float(work.summed) * cluster.add)
   wire = []
-  for x in step.collectives:
+  for x in collectives:
     name: Any = x.kind.replace("collective-", "p").replace("-", "_")
     link, adding = cluster.link_within(x.span), cluster.add * x.elements
     took = collective_seconds(name, x.bytes_in, x.workers, link, add=adding)

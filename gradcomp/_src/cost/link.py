@@ -1,21 +1,33 @@
 """A cluster: its links with the seconds of collectives, and the speeds of codecs."""
 
 import dataclasses
+import functools
 import math
+import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from jax.sharding import Mesh
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from gradcomp._src import checks
-from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.checkpoint.placement import put
+from gradcomp._src.codecs.protocol import LeafCodec, payload_of
+from gradcomp._src.codecs.sums.records import Context, Leaf
 from gradcomp._src.cost import measure, rules
 from gradcomp._src.cost.rules import above_0, at_least_0, count
+from gradcomp._src.exchange import collectives
+from gradcomp._src.mesh.axes import axis_names
 
 CollectiveName = Literal[
   "all_gather", "all_to_all", "reduce_scatter", "all_reduce", "ppermute", "tree"
 ]
 _SIZES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
+_PAYLOADS = 4  # that are added at a time where a codec is measured
 
 
 def _factors(name: str, given: Any) -> dict[tuple[str, int], float]:
@@ -134,7 +146,55 @@ class Link(checks.Checked, rules.Kept):
     Raises:
       ValueError: there are less than two workers, or two sizes, or no repeat.
     """
-    return cls(**measure.measured_link(mesh, axis_name, sizes, repeats, progress))
+    # All processes run the same collectives in the same order, whatever they measure.
+    names = axis_names(mesh.axis_names if axis_name is None else axis_name)
+    workers = math.prod(mesh.shape[name] for name in names)
+    if workers < 2:
+      raise ValueError(
+        f"`mesh` must have 2 workers or more over {names}, got {workers}."
+      )
+    if not isinstance(sizes, Sequence):
+      raise ValueError(f"`sizes` must be several numbers of bytes, got {sizes!r}.")
+    sizes = sorted({count("sizes", size) for size in sizes})
+    if len(sizes) < 2:
+      raise ValueError(f"`sizes` must hold two different ones or more, got {sizes}.")
+    count("repeats", repeats)
+    over = names if len(names) > 1 else names[0]
+    given: Any = {"mesh": mesh, "in_specs": P(names), "check_vma": False}
+
+    def spread(value: float, count: int, *rest: int) -> jax.Array:
+      whole = np.broadcast_to(np.float32(value), (workers * count, *rest))
+      return put(whole, NamedSharding(mesh, P(names)))
+
+    largest = lambda x: collectives.largest(x, over)
+    slowest = jax.jit(jax.shard_map(largest, out_specs=P(), **given))
+    meet = lambda seconds: float(slowest(spread(seconds, 1))[0])
+    latencies, bytes_of = [], dict[tuple[str, int], float]()
+    for kind, group, rounds, rows, sent, call in measure.cases(over, workers):
+      flat = lambda x, call=call: call(x).reshape(-1)
+      run = jax.jit(jax.shard_map(flat, out_specs=P(names), **given))
+      points: list[tuple[float, float]] = []
+      for size in sizes:
+        share = sent * rows * 4  # bytes, for a word of each line
+        words = collectives.form(math.ceil(size / share))  # as exchanges send it
+        x = spread(1, rows, *words)
+        send = run.lower(x).compile()
+        if not points:
+          jax.block_until_ready(send(x))  # makes the connections
+        seconds = measure.median(functools.partial(send, x), repeats, meet)
+        points.append((float(share * math.prod(words)), seconds))
+      start, byte = measure.line(points)
+      latencies.append(start / rounds)
+      bytes_of[kind, group] = byte
+      if progress and jax.process_index() == 0:
+        found = f"{1e6 * start:,.0f} us and {8e-9 / byte:,.3f} Gbit/s"
+        print(f"{kind}, {group} workers: {found}", file=sys.stderr, flush=True)
+    fastest = min(bytes_of.values())
+    return cls(
+      latency=statistics.median(latencies),
+      bytes_per_second=1 / fastest,
+      factor={where: byte / fastest for where, byte in bytes_of.items()},
+    )
 
 
 def collective_seconds(  # noqa: PLR0913 - options, by keyword
@@ -246,7 +306,38 @@ class CodecSpeed(checks.Checked, rules.Kept):
     Raises:
       ValueError: a number is below 1.
     """
-    return cls(**measure.measured_speed(codec, elements, repeats))
+    count("elements", elements)
+    count("repeats", repeats)
+    width = 1 << (elements.bit_length() // 2)
+    shape = (-(-elements // width), width)
+    x, key = jax.random.normal(jax.random.key(0), shape), jnp.array([1, 2], jnp.uint32)
+    leaf = Leaf(shape, addends=_PAYLOADS)
+    bound: Any = codec.bind(leaf)
+    context = Context(key, memory=bound.init(leaf, key), step=jnp.int32(0))
+    encode = jax.jit(lambda x: payload_of(bound, x, context))
+    decode = jax.jit(lambda payload: bound.decode(payload, like=x))
+
+    @jax.jit
+    def mean(payload: Any, received: jax.Array) -> jax.Array:
+      rows, agreed = payload.rows.shape[0], payload.agreed
+      if agreed is not None:
+        agreed = jnp.broadcast_to(agreed, (rows, agreed.shape[1]))
+      return bound.sums.gathered(received, agreed, 1 / _PAYLOADS)(0, rows)
+
+    payload = encode(x)
+    received = jnp.stack([payload.rows] * _PAYLOADS)
+    calls = [
+      lambda: encode(x),
+      lambda: decode(payload),
+      lambda: mean(payload, received),
+    ]
+    medians = []
+    for call in (*calls, *measure.updates(codec, shape)):
+      jax.block_until_ready(call())  # compiles it
+      medians.append(measure.median(call, repeats) / math.prod(shape))
+    encoded, decoded, added, forget, keep = medians
+    added, kept = added / _PAYLOADS, max(0.0, keep - forget)
+    return cls(encode=encoded, decode=decoded, add=added, keep=kept)
 
   def times(self, factor: float) -> "CodecSpeed":
     """Returns the seconds of one of ``factor`` processes that share the cores."""

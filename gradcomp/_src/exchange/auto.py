@@ -7,10 +7,8 @@ from typing import Any, ClassVar, Literal
 from gradcomp._src import checks
 from gradcomp._src.exchange.hierarchical import Hierarchical
 from gradcomp._src.exchange.layout import Layout
-from gradcomp._src.exchange.one_stage import AllGather, AllReduce, Local
 from gradcomp._src.exchange.protocol import Exchange
-from gradcomp._src.exchange.ring import Ring
-from gradcomp._src.exchange.two_shot import TwoShot
+from gradcomp._src.exchange.schedules import AllGather, AllReduce, Local, Ring, TwoShot
 
 ExchangeName = Literal[
   "auto", "all_gather", "two_shot", "psum", "ring", "hierarchical", "local"

@@ -1,4 +1,4 @@
-"""The collectives, which send lines of words between workers.
+"""The collectives, which send lines of words between workers, and these lines.
 
 Messages are 32-bit words or whole bytes, because XLA widens narrower floats and
 integers of less than a byte on the way. In each exchange, one collective completes the
@@ -7,7 +7,8 @@ mean, and its name holds the number of its elements. All others are named stages
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradcomp._src.floats.dtypes import is_narrow, widened
-from gradcomp._src.mesh import platforms, study, types
+from gradcomp._src.mesh import study, types
 from gradcomp._src.mesh.axes import AxisName, axis_names, manual_axes
 from gradcomp._src.mesh.shard_maps import devices, spread
 
+Shape = tuple[int, ...]
 Pairs = Sequence[tuple[int, int]]  # of workers: from whom to whom
 Members = Sequence[Sequence[int]]  # the workers of each group
 
@@ -32,6 +34,15 @@ class Workers(NamedTuple):
 
 
 ALONE = Workers((), 1, 1.0)  # of a worker that exchanges nothing
+
+# A TPU keeps an array in tiles of 8 by 128 words. A tile of flat lines, uint32[L, M],
+# has words of eight lines, so that XLA would move every word before it sends a line,
+# and again before it decodes one. Lanes, uint32[L, K, 128], are whole tiles of a line.
+LANES = 128
+# Zeros fill the last lane: less than 1 % from here on. Shorter lines stay flat.
+_LEAST = 100 * LANES
+# XLA for TPUs cuts rows at lanes without moving words, but each cut is an instruction.
+_MOST_CUTS = 32 * LANES
 
 STAGE = "gradcomp_stage"  # the name of every other collective
 REPEAT = "gradcomp_repeat"  # around all collectives that a repeat adds to a step
@@ -63,21 +74,6 @@ def psum(tree: Any, axis_name: AxisName) -> Any:
   return lax.psum(tree, axis_name)
 
 
-def named(
-  reduce: Callable[[Any, AxisName], Any],
-  arrays: Sequence[jax.Array],
-  axis_name: AxisName,
-  name: str,
-) -> list[jax.Array]:
-  """Reduces arrays in collectives: one has the name, and others are stages."""
-  # JAX makes a collective of each array, which XLA combines as it likes.
-  result = []
-  for array, own in zip(arrays, _names(arrays, name), strict=True):
-    with jax.named_scope(own):
-      result += reduce([array], axis_name)
-  return result
-
-
 def largest(x: jax.Array, axis_name: AxisName) -> jax.Array:
   """Returns the maximum over the workers, of bytes or ``float32`` of zero or more."""
   maximum = lambda x: lax.pmax(x, axis_name)
@@ -105,14 +101,14 @@ def any_nan(
 
 
 def totals(own: Sequence[jax.Array], axis_name: AxisName, name: str) -> list[jax.Array]:
-  """Returns the sum of each array over the workers, in collectives as `named`."""
+  """Returns the sum of each array over the workers; one collective has the name."""
   note_parts(own)
   add = lambda x: lax.psum(x, axis_name)
-  names = _names(own, name)
+  names = names_of(own, name)
   return [spread(add, x, axis_name, of) for x, of in zip(own, names, strict=True)]
 
 
-def _names(arrays: Sequence[jax.Array], name: str) -> list[str]:
+def names_of(arrays: Sequence[jax.Array], name: str) -> list[str]:
   """Returns the name for the first array that is sent, and stages for others."""
   first = next((i for i, x in enumerate(arrays) if x.size), 0)
   return [name if i == first else STAGE for i in range(len(arrays))]
@@ -147,7 +143,7 @@ def scatter(
 
 
 def over_gloo() -> bool:
-  return platforms.platform() == "cpu" and jax.process_count() > 1
+  return study.platform() == "cpu" and jax.process_count() > 1
 
 
 def scatter_within(
@@ -246,3 +242,85 @@ def in_turn(
   either: dict[str, Any] = {"cuda": behind, "rocm": behind}
   free = lambda arrays, _: arrays
   return lax.platform_dependent(list(arrays), list(before), default=free, **either)
+
+
+def form(words: int) -> Shape:
+  """Returns the shape of a line by the number of its words."""
+  return (words,) if words < _LEAST else (-(-words // LANES), LANES)
+
+
+def _matrices(shapes: Sequence[Shape]) -> tuple[list[tuple[int, int]], bool]:
+  """Returns the rows and words of each array in a line, and whether that has lanes."""
+  found = [(math.prod(shape[:-1]), shape[-1] if shape else 1) for shape in shapes]
+  return found, len(form(sum(rows * words for rows, words in found))) > 1
+
+
+def join(parts: Sequence[jax.Array]) -> jax.Array:
+  """Joins arrays ``[L, *shape]`` to L lines: ``[L, M]``, or long ``[L, K, 128]``."""
+  note_parts(parts)
+  count, (matrices, long) = len(parts[0]), _matrices([x.shape[1:] for x in parts])
+  if not long:
+    return jnp.concatenate([x.reshape(count, -1) for x in parts], axis=1)
+  # A long line has the first 128 words of all rows of each array, then the next 128,
+  # and so on; then the rest of all rows; and then zeros.
+  lanes, rests = [], []
+  for x, (rows, width) in zip(parts, matrices, strict=True):
+    words, end = x.reshape(count, rows, width), width - width % LANES
+    rests.append(words[:, :, end:].reshape(count, -1))
+    if end <= _MOST_CUTS:
+      starts = range(0, end, LANES)
+      lanes += [lax.slice_in_dim(words, at, at + LANES, axis=2) for at in starts]
+    else:
+      whole = words[:, :, :end].reshape(count, rows, end // LANES, LANES)
+      lanes.append(lax.collapse(whole.swapaxes(1, 2), 1, 3))
+  rest = jnp.concatenate(rests, axis=1)
+  rest = jnp.pad(rest, [(0, 0), (0, -rest.shape[1] % LANES)])
+  return jnp.concatenate([*lanes, rest.reshape(count, -1, LANES)], axis=1)
+
+
+def split(lines: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
+  """Splits L lines to arrays ``[L, *shape]``: undoes :func:`join`."""
+  count, (matrices, long) = len(lines), _matrices(shapes)
+  cut = lambda x, start, size: lax.slice_in_dim(x, start, start + size, axis=1)
+  found, start, after = [], 0, 0
+  rest = lines
+  if long:
+    lanes = sum(rows * (width // LANES) for rows, width in matrices)
+    rest = lax.collapse(lines[:, lanes:], 1)
+  for shape, (rows, width) in zip(shapes, matrices, strict=True):
+    whole = width // LANES if long else 0
+    left = width - whole * LANES
+    words = cut(rest, after, rows * left)
+    if long:
+      if LANES * whole <= _MOST_CUTS:
+        parts = [cut(lines, start + rows * k, rows) for k in range(whole)]
+      else:
+        own = cut(lines, start, rows * whole).reshape(count, whole, rows, LANES)
+        parts = [own.swapaxes(1, 2).reshape(count, rows, whole * LANES)]
+      words = jnp.concatenate([*parts, words.reshape(count, rows, left)], axis=2)
+    found.append(words.reshape(count, *shape))
+    start, after = start + rows * whole, after + rows * left
+  return found
+
+
+def shares(rows: jax.Array, workers: Workers) -> jax.Array:
+  """Splits rows into N shares, ``[N, share, ...]``, with zeros after the last."""
+  share = -(-rows.shape[0] // workers.size)
+  padding = workers.size * share - rows.shape[0]
+  if padding:
+    rows = jnp.pad(rows, [(0, padding)] + [(0, 0)] * (rows.ndim - 1))
+  return rows.reshape(workers.size, share, *rows.shape[1:])
+
+
+def own_share(rows: jax.Array, workers: Workers) -> jax.Array:
+  """Returns the rows that this worker owns: ``[rows, ...]`` to ``[share, ...]``."""
+  number = lax.axis_index(workers.axis_name)
+  return lax.dynamic_index_in_dim(shares(rows, workers), number, keepdims=False)
+
+
+def place(lost: jax.Array, workers: Workers, size: int) -> jax.Array:
+  """Places errors of this worker's shares, ``[groups, share, ...]``, among zeros."""
+  own = lax.axis_index(workers.axis_name) % size
+  mine = jnp.arange(size) == own
+  placed = jnp.where(mine.reshape(-1, *[1] * (lost.ndim - 1)), lost[:, None], 0.0)
+  return lax.collapse(placed, 0, 3)

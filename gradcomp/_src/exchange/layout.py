@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.encoding import JOINT_ENCODING_ELEMENTS
-from gradcomp._src.codecs.protocol import Codec, LeafCodec, elements, from_tiles
+from gradcomp._src.codecs.protocol import Codec, LeafCodec, from_tiles
 from gradcomp._src.codecs.sums.records import ArrayLike, Leaf
 from gradcomp._src.codecs.sums.sum import RowDecoder, Sum
 from gradcomp._src.kernels.materialize import LARGE, materialized, slice_at, unknown
@@ -41,25 +41,13 @@ class Layout:
   rows: tuple[int, ...]  # the number of rows in the matrix of each
   slots: tuple[Slot, ...]
   like: tuple[jax.ShapeDtypeStruct, ...]  # the shape and dtype of each leaf
-  # The elements of the leaves' mean that its last collective completes, where other
-  # arrays stand for leaves: 0 before the last of them. Owners keep nothing of these.
-  replaced: int | None = None
+  elements: int  # the number of elements in all leaves
+  # Whether other arrays stand for leaves; owners keep nothing of these. The last of
+  # them completes the elements of the leaves' mean, others none.
+  replaced: bool
+  completed: int
 
-  @property
-  def completed(self) -> int:
-    """The number of elements of the mean that its last collective completes."""
-    return self.elements if self.replaced is None else self.replaced
-
-  @functools.cached_property
-  def elements(self) -> int:
-    """The number of elements in all leaves."""
-    return sum(like.size for like in self.like)
-
-  @property
-  def nbytes(self) -> int:
-    """The bytes of all rows of one worker."""
-    return 4 * sum(n * x.row_words for n, x in zip(self.rows, self.codecs, strict=True))
-
+  # These are no fields: a step may replace the codecs by their fallbacks.
   @functools.cached_property
   def sums(self) -> list[Sum]:
     """The sum of each codec."""
@@ -70,13 +58,14 @@ class Layout:
     """True if all leaves can be added as they are."""
     return all(total.facts.plain for total in self.sums)
 
+  @property
+  def nbytes(self) -> int:
+    """The bytes of all rows of one worker."""
+    return 4 * sum(n * x.row_words for n, x in zip(self.rows, self.codecs, strict=True))
+
   def codec_of(self, number: int) -> Codec:
     """Returns the codec of a leaf."""
     return self.codecs[self.slots[number].group]
-
-  def stack(self, rows: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
-    """Concatenates the rows of leaves, by their numbers, to matrices, by theirs."""
-    return {i: jnp.concatenate(own) for i, own in self.adjacent(rows).items()}
 
   def adjacent(self, rows: Mapping[int, jax.Array]) -> dict[int, list[jax.Array]]:
     """Lists the rows of leaves, by their numbers, for matrices, by theirs."""
@@ -86,22 +75,34 @@ class Layout:
     return parts
 
   def viewed(
-    self, decoders: Callable[[], Mapping[int, RowDecoder]], words: Any = None
+    self,
+    decoders: Callable[[], Mapping[int, RowDecoder]],
+    words: Any = None,
+    *,
+    but: Collection[int] = (),
   ) -> dict[int, jax.Array]:
     """Decodes leaves of some matrices, in float32, in the shapes of :meth:`view`."""
-    found, leaves = decoders(), {}
+    # One program for many small leaves compiles sooner than one for each, so that runs
+    # of adjacent rows are decoded together. The rows of a large leaf are split off
+    # before decoding, so that it is materialized once.
+    sizes: dict[int, dict[int, int]] = {group: {} for group in range(len(self.codecs))}
+    for i, slot in enumerate(self.slots):
+      sizes[slot.group][i] = self.like[i].size
+    full = lambda filled, size: filled + size > JOINT_ENCODING_ELEMENTS
+    known, found = decoders(), {}
     with jax.named_scope("gradcomp_decode"):
-      for numbers in self._runs():
-        group, first, _ = self.slots[numbers[0]]
-        if group not in found:
-          continue
-        tiles = found[group](first, self.slots[numbers[-1]].stop)
-        counts = [self.slots[i].stop - self.slots[i].start for i in numbers]
-        parts = cut(tiles, counts) if len(numbers) > 1 else [tiles]
-        for i, own in zip(numbers, parts, strict=True):
-          shape = jax.ShapeDtypeStruct(self.view(i), jnp.float32)
-          leaves[i] = from_tiles(own, shape, self.codecs[group])
-    return leaves
+      for group in sorted(known):
+        for numbers in pieces(sizes[group], full):
+          if set(numbers).issubset(but):
+            continue
+          slots = [self.slots[i] for i in numbers]
+          tiles = known[group](slots[0].start, slots[-1].stop)
+          counts = [slot.stop - slot.start for slot in slots]
+          parts = cut(tiles, counts) if len(numbers) > 1 else [tiles]
+          for i, own in zip(numbers, parts, strict=True):
+            shape = jax.ShapeDtypeStruct(self.view(i), jnp.float32)
+            found[i] = from_tiles(own, shape, self.codecs[group])
+    return found
 
   def shares(
     self, decoders: Mapping[int, RowDecoder], rows: Sequence[jax.Array], workers: int
@@ -112,7 +113,8 @@ class Layout:
       decode = lambda _, i=group, n=words.shape[1]: decoders[i](0, n)
       with jax.named_scope("gradcomp_decode"):
         # Else a CPU would decode all rows for each leaf.
-        whole = elements(materialized(decode, words), self.codecs[group])
+        tiles = materialized(decode, words)
+        whole = self.codecs[group].unrotated(tiles).reshape(tiles.shape)
       own = {i: x for i, x in enumerate(self.slots) if x.group == group}
       counts = [-((x.start - x.stop) // workers) for x in own.values()]
       found |= zip(own, cut(whole, counts), strict=True)
@@ -137,16 +139,6 @@ class Layout:
     ends = jnp.asarray([stop for _, stop in own], jnp.int32)
     steps = jnp.asarray(np.diff(numbers), jnp.int32)
     return numbers[0] + jnp.sum(jnp.where(row[..., None] >= ends, steps, 0), axis=-1)
-
-  def _runs(self) -> list[list[int]]:
-    """Returns the numbers of leaves in runs of adjacent rows, decoded together."""
-    # One program for many small leaves compiles sooner than one for each. The rows of a
-    # large leaf are split off before decoding, so that it is materialized once.
-    sizes: dict[int, dict[int, int]] = {}
-    for i, slot in enumerate(self.slots):
-      sizes.setdefault(slot.group, {})[i] = self.like[i].size
-    full = lambda filled, size: filled + size > JOINT_ENCODING_ELEMENTS
-    return [run for own in sizes.values() for run in pieces(own, full)]
 
 
 def cut(x: jax.Array, counts: Sequence[int]) -> list[jax.Array]:
@@ -181,8 +173,7 @@ def plan_rows(
 ) -> Layout:
   """Lays out leaves, at ``places`` if a codec looks at paths; small ones stay dense."""
   places = places or [Leaf(leaf.shape) for leaf in leaves]
-  codecs = leaf_codecs(places, codec, min_leaf_size=min_leaf_size)
-  return arrange(leaves, codecs)
+  return arrange(leaves, leaf_codecs(places, codec, min_leaf_size=min_leaf_size))
 
 
 def arrange(
@@ -191,12 +182,21 @@ def arrange(
   """Lays out leaves, each with its own codec, or the arrays that stand for leaves."""
   like = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
   filled: dict[Codec, int] = {}  # the number of rows of each codec so far
-  slots = []
+  slots, elements = [], 0
   for leaf, codec in zip(like, codecs, strict=True):
     start = filled.setdefault(codec, 0)
     filled[codec] += rows_of(codec, leaf.size)
     slots.append(Slot(list(filled).index(codec), start, filled[codec]))
-  return Layout(tuple(filled), tuple(filled.values()), tuple(slots), like, replaced)
+    elements += leaf.size
+  return Layout(
+    codecs=tuple(filled),
+    rows=tuple(filled.values()),
+    slots=tuple(slots),
+    like=like,
+    elements=elements,
+    replaced=replaced is not None,
+    completed=elements if replaced is None else replaced,
+  )
 
 
 def leaf_codecs(
@@ -204,9 +204,9 @@ def leaf_codecs(
 ) -> list[Codec]:
   """Binds a codec to each leaf; small ones, or ones it cannot shrink, stay dense."""
   sizes = [leaf.size for leaf in leaves]
-  least = dict.fromkeys((False, True), min_leaf_size or 0)
+  least = [min_leaf_size or 0] * 2
   if min_leaf_size is None:
-    least = {drops: default_min_leaf_size(sizes, drops=drops) for drops in least}
+    least = [default_min_leaf_size(sizes, drops=drops) for drops in (False, True)]
   result, dense = [], Dense()
   for leaf, size in zip(leaves, sizes, strict=True):
     bound = codec.bind(leaf)

@@ -77,33 +77,27 @@ def own_axes(axis_name: AxisName | None, others: tuple[str, ...]) -> Axes:
   return (*(() if axis_name is None else axis_names(axis_name)), *others)
 
 
-def averages(
-  codecs: Sequence[Codec], like: Sequence[jax.ShapeDtypeStruct]
-) -> list[dict[int, Part]]:
-  """Returns the arrays of each average of a step, by the numbers of their leaves."""
-  every: dict[int, dict[int, Part]] = {}
-  for i, (codec, leaf) in enumerate(zip(codecs, like, strict=True)):
-    for number, part in enumerate(codec.parts(leaf)):
-      every.setdefault(number, {})[i] = part
-  return list(every.values())
-
-
-# What all leaves of a message share: the other axes over which they vary, and whether
-# they are plain ones that are added apart from codes, and of float64.
-Kind = tuple[tuple[str, ...], bool, bool]
+# What all leaves of a message share: the number of their average in a step, the other
+# axes over which they vary, and whether they are plain ones that are added apart from
+# codes, and of float64.
+Kind = tuple[int, tuple[str, ...], bool, bool]
 
 
 def kinds_of(
-  parts: Mapping[int, Part], others: Sequence[tuple[str, ...]], apart: bool
-) -> dict[Kind, dict[int, int]]:
-  """Returns the numbers of the leaves of each kind in an average, with their bytes."""
-  kinds: dict[Kind, dict[int, int]] = {}
-  for i, (like, codec, _) in parts.items():
-    alone = apart and codec.facts.plain
-    kind = others[i], alone, like.dtype == np.float64
-    nbytes = like.dtype.itemsize * layouts.rows_of(codec, like.size) * codec.row_words
-    kinds.setdefault(kind, {})[i] = nbytes
-  return kinds
+  codecs: Sequence[Codec],
+  like: Sequence[jax.ShapeDtypeStruct],
+  others: Sequence[tuple[str, ...]],
+  apart: bool,
+) -> dict[Kind, dict[int, tuple[Part, int]]]:
+  """Returns the arrays of each kind with their bytes, by the numbers of leaves."""
+  kinds: dict[Kind, dict[int, tuple[Part, int]]] = {}
+  for i, (codec, leaf) in enumerate(zip(codecs, like, strict=True)):
+    for turn, part in enumerate(codec.parts(leaf)):
+      array, own, _ = part
+      kind = turn, others[i], apart and own.facts.plain, array.dtype == np.float64
+      words = layouts.rows_of(own, array.size) * own.row_words
+      kinds.setdefault(kind, {})[i] = part, array.dtype.itemsize * words
+  return dict(sorted(kinds.items(), key=lambda kind: kind[0][0]))  # by averages
 
 
 class OwnedMatrix(NamedTuple):
@@ -128,21 +122,20 @@ class OwnedMatrix(NamedTuple):
 
 def owned_matrices(plan: MessagePlan) -> dict[Axes, list[OwnedMatrix]]:
   """Lists the matrices with an owner residual, by mesh axes, in the state's order."""
-
-  # Owners of exact sums keep none. If a codec rounds sums at random in any case, they
-  # keep one only if workers keep residuals, too: else the errors would add up.
-  def keeps(codec: Codec) -> bool:
-    return not codec.facts.exact and (plan.feedback or not codec.to_nearest().needs_key)
-
   result: dict[Axes, list[OwnedMatrix]] = {}
-  for number, (_, layout, exchange, others, *_) in enumerate(plan.messages):
-    if not (exchange.owners and exchange.feedback and layout.replaced is None):
+  for number, message in enumerate(plan.messages):
+    layout, exchange = message.layout, message.exchange
+    if not (exchange.owners and exchange.feedback) or layout.replaced:
       continue
+    axes = own_axes(plan.axis_name, message.others)
     for group, (rows, codec) in enumerate(zip(layout.rows, layout.codecs, strict=True)):
-      if rows and keeps(codec):
+      # Owners of exact sums keep none. If a codec rounds sums at random in any case,
+      # they keep one only if workers keep residuals, too: else the errors would add up.
+      keeps = plan.feedback or not codec.to_nearest().needs_key
+      if rows and keeps and not codec.facts.exact:
         shape = -(-rows // plan.workers), *tile_shape(codec)
-        found = OwnedMatrix(number, plan.messages[number], group, shape)
-        result.setdefault(own_axes(plan.axis_name, others), []).append(found)
+        found = OwnedMatrix(number, message, group, shape)
+        result.setdefault(axes, []).append(found)
   return result
 
 

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from gradcomp._src.codecs.encoding import Group
 from gradcomp._src.codecs.sums.records import Context, Encoded
 from gradcomp._src.codecs.sums.sum import RowDecoder, Sent, Way
-from gradcomp._src.exchange import collectives, lines
+from gradcomp._src.exchange import collectives
 from gradcomp._src.exchange.layout import Layout
-from gradcomp._src.kernels.common import dithers, fixed_point, threefry
+from gradcomp._src.kernels.common import dithers, fixed_point
 from gradcomp._src.mesh import axes, study
 
 
@@ -45,6 +45,7 @@ class Sending(NamedTuple):
   keep: bool  # whether to return rounding errors
   mark: bool  # whether to return the positions of the sent elements
   watch: bool  # whether to return the sent parts
+  anew: Sequence[tuple[type, ...]] = ()  # as of the step, for each leaf
   groups: Sequence[Group] = ()  # of leaves that one program encodes
   before: Sequence[jax.Array] = ()  # what the message before this one brought
   # For each codec, arrays of rows that follow one another. The encoded rows are one
@@ -74,15 +75,15 @@ class Sending(NamedTuple):
     if key is None:
       return context
     if shared is not None:
-      shared = dithers.dither(threefry.fold_key(shared[:2], part), number)
-    return context._replace(key=threefry.fold_key(key, number), dither=shared)
+      shared = dithers.dither(dithers.fold_key(shared[:2], part), number)
+    return context._replace(key=dithers.fold_key(key, number), dither=shared)
 
   def decoders(self) -> dict[int, RowDecoder]:
     """Returns the decoder of this worker's own rows, for each codec with any."""
-    sums, agreed = self.layout.sums, self.agreed
-    coded = sorted({self.layout.slots[i].group for i in self.encoded})
-    rows = {i: self.adjacent[i][0][None] for i in coded}
-    return {i: sums[i].gathered(rows[i], agreed[i], 1.0) for i in coded}
+    sums, found = self.layout.sums, {}
+    for i in sorted({self.layout.slots[i].group for i in self.encoded}):
+      found[i] = sums[i].gathered(self.adjacent[i][0][None], self.agreed[i], 1.0)
+    return found
 
 
 def times(leaves: Sequence[jax.Array], factor: float) -> list[jax.Array]:
@@ -110,13 +111,9 @@ class Received(NamedTuple):
   # The errors of the rows that this worker owns, where `lost` has no others.
   owned: Mapping[int, jax.Array] = MappingProxyType({})
   residuals: Sequence[jax.Array | None] = ()  # the new owner residuals, by codec
-  line: jax.Array | None = None  # with the rows of all workers; None if unknown
-
-  @property
-  def came(self) -> Sequence[jax.Array]:
-    """The arrays that a later message can wait for."""
-    # XLA:TPU keeps no order after the reshape that cuts rows from their line.
-    return self.words if self.line is None else [self.line]
+  # The array that a later message can wait for, if not the words: XLA:TPU keeps no
+  # order after the reshape that cuts rows from their line.
+  line: jax.Array | None = None
 
 
 class Work(NamedTuple):
@@ -175,8 +172,8 @@ def exchanged(
   parts: Sequence[jax.Array], send: Callable[[jax.Array], jax.Array]
 ) -> list[jax.Array]:
   """Sends arrays, ``[N, ...]`` by their receivers; returns them by their senders."""
-  received = send(lines.join(parts))
-  return lines.split(received, [part.shape[1:] for part in parts])
+  received = send(collectives.join(parts))
+  return collectives.split(received, [part.shape[1:] for part in parts])
 
 
 def finish_shares(
@@ -198,9 +195,9 @@ def gather_rows(
 ) -> tuple[list[jax.Array], jax.Array]:
   """Gathers all workers' rows, ``uint32[N, rows, words]`` a codec, and their lines."""
   name = collectives.final_stage(layout.completed, workers)
-  line = lines.join([matrix[None] for matrix in matrices])[0]
+  line = collectives.join([matrix[None] for matrix in matrices])[0]
   line = collectives.gather(line, workers.axis_name, name)
-  return lines.split(line, [matrix.shape for matrix in matrices]), line
+  return collectives.split(line, [matrix.shape for matrix in matrices]), line
 
 
 def owned_total(
@@ -211,11 +208,13 @@ def owned_total(
 ) -> Received:
   """Returns the sums of N owners, ``uint32[N, rows, words]`` each, and kept errors."""
   sums, agreed, n = own.layout.sums, own.agreed, own.workers.size
-  owned = [-(-rows // n) for rows in own.layout.rows]
 
   def decoders() -> dict[int, RowDecoder]:
-    value = lambda i, x: x.value(gathered[i], agreed[i], sent[i].scale, owned[i], n)
-    return {i: value(i, x) for i, x in enumerate(sums)}
+    found = {}
+    for i, (total, rows) in enumerate(zip(sums, own.layout.rows, strict=True)):
+      share = -(-rows // n)
+      found[i] = total.value(gathered[i], agreed[i], sent[i].scale, share, n)
+    return found
 
   kept = {i: sums[i].loss(x, agreed[i]) for i, x in enumerate(lost) if x is not None}
   return Received(gathered, decoders, lost=kept, residuals=[x.residual for x in sent])

@@ -14,12 +14,18 @@ from jax import lax
 from gradcomp._src.codecs import encoding
 from gradcomp._src.codecs.protocol import Codec, from_tiles, tile_shape, to_tiles
 from gradcomp._src.codecs.sums.records import Context, Memory
-from gradcomp._src.exchange import collectives, one_stage
+from gradcomp._src.exchange import collectives, schedules
 from gradcomp._src.exchange import layout as layouts
 from gradcomp._src.exchange import plan as plans
 from gradcomp._src.exchange.collectives import ALONE, STAGE
 from gradcomp._src.exchange.protocol import Exchange, Received, Sending, times
-from gradcomp._src.kernels.materialize import materialized, packed, slice_at, unknown
+from gradcomp._src.kernels.materialize import (
+  LARGE,
+  materialized,
+  packed,
+  slice_at,
+  unknown,
+)
 from gradcomp._src.mesh import axes, study
 
 Leaves = list[jax.Array]
@@ -38,6 +44,8 @@ class Step(NamedTuple):
   keep: bool  # whether to return the unsent parts
   mark: bool  # whether to return the positions of the sent elements
   watch: bool  # whether to return the sent parts
+  # The records that may compute a leaf's unsent part anew, for each leaf.
+  anew: Sequence[tuple[type, ...]] = ()
   instead: Exchange | None = None  # the exchange of all messages, in place of their own
 
 
@@ -98,8 +106,7 @@ class Reduced(NamedTuple):
 
   mean: Any
   share: Any  # the rows that this worker owns, in place of a mean
-  unsent: Any  # in units of the leaf
-  own: Own | OwnEntries | None  # computes the unsent part anew; None if it is read
+  unsent: Any  # in units of the leaf; or an Own or OwnEntries, which computes it anew
   # The flat positions of the elements that this worker sent; None if it sent all of
   # them. A mask of 2**31 elements or more.
   chosen: jax.Array | None
@@ -128,7 +135,7 @@ def average(
       received: Any = None
       for stage in encoded.exchange.stages:
         received = stage(encoded, received)
-      came = received.came
+      came = received.words if received.line is None else [received.line]
       found |= zip(sending.message.leaves, decode(encoded, received), strict=True)
     residuals.append(received.residuals)
   owned: plans.OwnerResiduals | None = None
@@ -159,24 +166,24 @@ def sendings(step: Step, arrays: Arrays, turn: int = 0) -> Iterator[Sending]:
     if not message.exchange.sends:  # no worker knows the memories of others
       memory = [x._replace(shared=()) for x in memory]
     if workers == ALONE or not layout.elements or not message.exchange.sends:
-      exchange, workers = one_stage.Local(), ALONE
-    pairs = list(zip(layout.slots, memory, strict=True))
-    first = {slot.group: Memory(x.shared, None) for slot, x in reversed(pairs)}
-    known = zip((step.keys[i] for i in message.leaves), memory, strict=True)
-    own = [key._replace(memory=x, step=step.number) for key, x in known]
+      exchange, workers = schedules.Local(), ALONE
+    own, first = [], dict[int, Memory]()
+    for i, slot, x in zip(message.leaves, layout.slots, memory, strict=True):
+      own.append(step.keys[i]._replace(memory=x, step=step.number))
+      first.setdefault(slot.group, Memory(x.shared, None))
     later = [x._replace(memory=first[i], step=step.number) for i, x in enumerate(keys)]
     owned = [residuals.get((number, group)) for group in range(len(keys))]
     facts = message, layout, exchange, workers, leaves, own, later, owned, factor
-    yield Sending(*facts, step.keep, step.mark, step.watch)
+    anew = [step.anew[i] for i in message.leaves] if step.keep and step.anew else ()
+    yield Sending(*facts, step.keep, step.mark, step.watch, anew)
 
 
 def agree(sending: Sending) -> Sending:
   """Takes the maximum of each leaf's statistics over all workers at once."""
-  leaves, contexts = sending.leaves, sending.contexts
-  codecs = list(map(sending.layout.codec_of, range(len(leaves))))
+  leaves, contexts, layout = sending.leaves, sending.contexts, sending.layout
+  codecs = [layout.codecs[slot.group] for slot in layout.slots]
   groups = encoding.grouped(codecs, leaves, contexts)
-  found = encoding.statistics_of(groups, leaves)
-  agreed, measured = ([found[i][k] for i in range(len(leaves))] for k in range(2))
+  agreed, measured = encoding.statistics_of(groups, leaves)
   own = [x for x in agreed if x is not None]
   if own and sending.exchange.sends:
     message = jnp.concatenate([lax.collapse(x, 0) for x in own])
@@ -196,79 +203,78 @@ def encode(sending: Sending, before: Sequence[jax.Array] = ()) -> Sending:
   contexts, sent = sending.contexts, sending._replace(leaves=leaves, before=before)
   if layout.plain and (exchange.way == "reduced" or not exchange.sends):
     return sent._replace(adjacent=[[x] for x in leaves])  # added as they are
-  first = lambda codec: exchange.of_leaves or codec.facts.of_rows
-  coded = [x for x in sending.groups if first(x.codec)]
+  coded = [x for x in sending.groups if exchange.of_leaves or x.codec.facts.of_rows]
+  counts = collections.Counter(slot.group for slot in layout.slots)
+  rows, adjacent, tiles, lines = {}, {}, {}, {}
   # Every leaf is encoded by itself, and then the rows are stacked. Flattening the
   # gradient in float32 first would cost five times as much.
   with jax.named_scope("gradcomp_encode"):
     encoded = encoding.encode_leaves(coded, leaves, contexts, keep=sending.keep)
-    # Of several leaves XLA would fuse encoders into the concatenation, and that into
-    # each slice of it that is sent. Rows with scales after their codes are concatenated
-    # there already. A matrix of one large leaf is materialized, but
-    # not where its unsent part has been computed from it.
-    counts = collections.Counter(slot.group for slot in layout.slots)
-
-    def apart(i: int) -> bool:
-      kept = sending.keep and encoded[i].unsent is not None
-      alone = counts[layout.slots[i].group] == 1
-      return not kept if alone else contexts[i].agreed is not None
-
-    pack = lambda i, rows: packed(rows) if exchange.sends and apart(i) else rows
-    parts = layout.stack({i: pack(i, x.rows) for i, x in encoded.items()})
-    if not exchange.sends:
-      parts = {i: packed(matrix) for i, matrix in parts.items()}
-  rows = {i: [matrix] for i, matrix in parts.items()}
-  cut = lambda x, codec: to_tiles(x, codec).reshape(-1, *tile_shape(codec))
-  others = [i for i in range(len(leaves)) if i not in encoded]
-  rows |= layout.adjacent({i: cut(leaves[i], layout.codec_of(i)) for i in others})
-  lines = {
-    i: jnp.broadcast_to(x.agreed, (slot.stop - slot.start, x.agreed.shape[1]))
-    for i, (slot, x) in enumerate(zip(layout.slots, contexts, strict=True))
-    if x.agreed is not None
-  }
-  stats, groups = layout.stack(lines), range(len(layout.codecs))
-  adjacent, agreed = [rows[i] for i in groups], [stats.get(i) for i in groups]
-  return sent._replace(encoded=encoded, adjacent=adjacent, agreed=agreed)
+    for i, x in encoded.items():
+      # Of several leaves XLA would fuse encoders into the concatenation, and that into
+      # each slice of it that is sent. Rows with scales after their codes are
+      # concatenated there already. A matrix of one large leaf is materialized, but not
+      # where its unsent part has been computed from it.
+      apart = contexts[i].agreed is not None
+      if counts[layout.slots[i].group] == 1:
+        apart = not (sending.keep and x.unsent is not None)
+      rows[i] = packed(x.rows) if exchange.sends and apart else x.rows
+    for group, own_rows in layout.adjacent(rows).items():
+      matrix = jnp.concatenate(own_rows)
+      adjacent[group] = [matrix if exchange.sends else packed(matrix)]
+  for i, (group, start, stop) in enumerate(layout.slots):
+    codec, line = layout.codecs[group], contexts[i].agreed
+    if i not in encoded:
+      tiles[i] = to_tiles(leaves[i], codec).reshape(-1, *tile_shape(codec))
+    if line is not None:
+      lines[i] = jnp.broadcast_to(line, (stop - start, line.shape[1]))
+  adjacent |= layout.adjacent(tiles)
+  stats = {group: jnp.concatenate(x) for group, x in layout.adjacent(lines).items()}
+  numbers = range(len(layout.codecs))
+  of_rows, in_order = [stats.get(i) for i in numbers], [adjacent[i] for i in numbers]
+  return sent._replace(encoded=encoded, adjacent=in_order, agreed=of_rows)
 
 
-def _kept(
-  sending: Sending, received: Received, views: Mapping[int, jax.Array]
-) -> list[tuple[jax.Array, Own | OwnEntries | None]]:
-  """Returns unsent parts, and the records that compute them anew, where any do."""
-  layout, encoded = sending.layout, sending.encoded
-  losses = layout.viewed(lambda: received.lost)
+def _anew(sending: Sending, received: Received) -> dict[int, Own | OwnEntries]:
+  """Returns the records that compute unsent parts anew, by the numbers of leaves."""
+  layout, found = sending.layout, dict[int, Own | OwnEntries]()
   firsts = [slot.start for slot in layout.slots]
   starts = functools.cache(lambda: unknown(firsts, sending.leaves[0]))
-
-  def kept(i: int, leaf: jax.Array) -> tuple[jax.Array, Own | OwnEntries | None]:
-    lost = losses.get(i)
-    if i not in encoded:
-      return (jnp.zeros_like(leaf) if lost is None else lost), None
-    shape, unsent = layout.view(i), encoded[i].unsent
-    unsent = lax.reshape(leaf, shape) - views[i] if unsent is None else unsent
-    unsent = lax.reshape(unsent, shape)
-    unsent = unsent if lost is None else lax.add(unsent, lax.reshape(lost, shape))
-    return unsent, anew(i, lost)
-
-  def anew(i: int, lost: jax.Array | None) -> Own | OwnEntries | None:
-    """Returns the record that computes a leaf's unsent part anew, if any does."""
-    (group, start, stop), coded = layout.slots[i], encoded[i]
+  for i, allowed in enumerate(sending.anew):
+    (group, start, stop), coded = layout.slots[i], sending.encoded.get(i)
     codec, mine, first = layout.codecs[group], received.owned.get(group), None
+    leaf, shape = sending.leaves[i], layout.view(i)
     # Errors of other workers' rows would be held in place of the unsent part.
-    held = lost is not None and mine is None
-    if held or layout.view(i) == sending.leaves[i].shape:
-      return None
+    loses = group in received.lost
+    held = loses and mine is None
+    if coded is None or held or leaf.size < LARGE or shape == leaf.shape:
+      continue
     if codec.facts.drops:  # decoding its elements would scatter them into zeros
-      if lost is not None or coded.chosen is None or coded.lost is None:
-        return None
-      return OwnEntries(coded.chosen, coded.lost, sending.factor)
-    if mine is not None:
-      first = starts()[i] - lax.axis_index(sending.workers.axis_name) * len(mine)
-    rows = lax.slice_in_dim(sending.adjacent[group][0], start, stop)
-    agreed = sending.contexts[i].agreed
-    return Own(rows, agreed, mine, first, codec, layout.view(i), sending.factor)
+      chosen, lost = coded.chosen, coded.lost
+      if not (loses or chosen is None or lost is None) and OwnEntries in allowed:
+        found[i] = OwnEntries(chosen, lost, sending.factor)
+    elif Own in allowed:
+      if mine is not None:
+        first = starts()[i] - lax.axis_index(sending.workers.axis_name) * len(mine)
+      rows = lax.slice_in_dim(sending.adjacent[group][0], start, stop)
+      given = rows, sending.contexts[i].agreed, mine, first
+      found[i] = Own(*given, codec, shape, sending.factor)
+  return found
 
-  return [kept(*leaf) for leaf in enumerate(sending.leaves)]
+
+def _unsent(
+  sending: Sending, i: int, view: jax.Array | None, lost: jax.Array | None
+) -> jax.Array:
+  """Returns the unsent part of a sample, with the errors of sums that it keeps."""
+  leaf, coded, shape = sending.leaves[i], sending.encoded.get(i), sending.layout.view(i)
+  if coded is None:
+    return jnp.zeros_like(leaf) if lost is None else lost
+  unsent = coded.unsent
+  if unsent is None:
+    assert view is not None
+    unsent = lax.reshape(leaf, shape) - view
+  unsent = lax.reshape(unsent, shape)
+  return unsent if lost is None else lax.add(unsent, lax.reshape(lost, shape))
 
 
 def decode(sending: Sending, received: Received) -> list[Reduced]:
@@ -279,9 +285,9 @@ def decode(sending: Sending, received: Received) -> list[Reduced]:
   if of is None:
     means = list(received.words) or means
   elif received.to_all:
-    read, words = functools.partial(layout.viewed, of), received.words[0]
     # A residual and every state of an optimizer read large leaves. A CPU goes through
     # them in the shape of tiles.
+    read, words = functools.partial(layout.viewed, of), received.words[0]
     tiled = any(layout.view(i) != x.shape for i, x in enumerate(layout.like))
     found = materialized(read, words) if tiled else read(words)
     means = [lax.reshape(found[i], x.shape) for i, x in enumerate(layout.like)]
@@ -289,27 +295,28 @@ def decode(sending: Sending, received: Received) -> list[Reduced]:
     shares = layout.shares(of(), received.words, sending.workers.size)
   if not sending.exchange.sends:
     means = times(means, factor)
-  views: Mapping[int, jax.Array] = {}
-  unread = any(x.unsent is None for x in encoded.values())
+  anew, views, losses = _anew(sending, received), dict[int, Any](), dict[int, Any]()
+  unread = any(x.unsent is None for i, x in encoded.items() if i not in anew)
   if encoded and (sending.watch or (sending.keep and unread)):
-    views = layout.viewed(sending.decoders)
-  left = _kept(sending, received, views) if sending.keep else []
+    views = layout.viewed(sending.decoders, but=anew)
+  if sending.keep:
+    losses = layout.viewed(lambda: received.lost, but=anew)
   result = []
   for i, leaf in enumerate(sending.leaves):
-    unsent, own, chosen, sent, coded = None, None, None, None, encoded.get(i)
+    unsent: Any = anew.get(i)
+    chosen, sent, coded = None, None, encoded.get(i)
     memory = sending.contexts[i].memory or Memory()
-    if sending.keep:
-      unsent, own = left[i]
-      (unsent,) = times([unsent], factor)
     if coded is not None:
       memory, chosen = memory._replace(own=coded.own), coded.chosen
       if sending.mark and chosen is None:
         group, start, stop = layout.slots[i]
         rows = lax.slice_in_dim(sending.adjacent[group][0], start, stop)
         chosen = layout.sums[group].sent_at(rows, layout.like[i].size)
+    if sending.keep and i not in anew:
+      (unsent,) = times([_unsent(sending, i, views.get(i), losses.get(i))], factor)
     if sending.watch:  # a leaf that was added to others first was sent as it is
       (sent,) = times([views[i].reshape(leaf.shape) if i in views else leaf], factor)
-    result.append(Reduced(means[i], shares[i], unsent, own, chosen, memory, sent))
+    result.append(Reduced(means[i], shares[i], unsent, chosen, memory, sent))
   return result
 
 

@@ -1,9 +1,18 @@
-"""Ranges of floats narrower than float32, and casts to them."""
+"""Ranges of floats: casts to narrow ones, and norms that no square overflows."""
 
+import functools
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
+
+from gradcomp._src.kernels.common.fixed_point import held
+
+# Norms times these have squares in the range of float32: large, usual and small ones.
+_FACTORS = (2.0**-80, 1.0, 2.0**80)
 
 
 def has_smaller_range(dtype: DTypeLike) -> bool:
@@ -53,3 +62,28 @@ def within(x: Array, dtype: DTypeLike) -> Array:
     return x
   most = float(jnp.finfo(dtype).max)
   return jnp.where(jnp.isfinite(x), jnp.clip(x, -most, most), x)
+
+
+def norm(tree: Any) -> Array:
+  """Returns the l2 norm of all leaves together, ``float32[]``."""
+  # Held, or compilers square the elements before they divide.
+  sizes = [jnp.abs(x).astype(jnp.float32) for x in jax.tree.leaves(tree)]
+  largest = (jnp.max(x, initial=0) for x in sizes)
+  top = functools.reduce(jnp.maximum, largest, jnp.float32(0))
+  unit = jnp.where((top > 0) & jnp.isfinite(top), top, 1)
+  total = sum((jnp.sum(jnp.square(held(x / unit))) for x in sizes), jnp.float32(0))
+  return unit * jnp.sqrt(total)
+
+
+def squares(length: Array) -> Array:
+  """Returns the squares of a norm in three units, for a mean over the workers."""
+  return jnp.square(held(length * jnp.array(_FACTORS, jnp.float32)))
+
+
+def root(means: Array) -> Array:
+  """Returns the root of the mean of :func:`squares`, ``[..., 3]``."""
+  large, usual, small = jnp.moveaxis(means, -1, 0)
+  above, below = usual > 2.0**80, usual < 2.0**-80
+  mean = jnp.where(above, large, jnp.where(below, small, usual))
+  unit = jnp.where(above, _FACTORS[2], jnp.where(below, _FACTORS[0], _FACTORS[1]))
+  return jnp.sqrt(mean) * unit

@@ -2,14 +2,15 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from gradcomp._src.checks import one_of
-from gradcomp._src.kernels.common import float_codes, threefry
-from gradcomp._src.kernels.common.float_formats import FloatFormat
+from gradcomp._src.kernels.common import dithers, float_codes
+from gradcomp._src.kernels.common.float_codes import FloatFormat
 
 
 def to_code(
@@ -64,6 +65,12 @@ def from_code(codes: Array, fmt: FloatFormat) -> Array:
   return _from_code(codes, fmt)
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def _from_code(codes: Array, fmt: FloatFormat) -> Array:
+  codes = codes.astype(jnp.uint32) & jnp.uint32(2**fmt.bits - 1)
+  return float_codes.from_codes(codes, fmt)
+
+
 def round_to(
   x: Array,
   fmt: FloatFormat,
@@ -116,10 +123,10 @@ def round_to(
   wide, draw = _checked(x, rounding, key)
   # The random bits are an argument, because a differentiated function must not close
   # over tracers.
-  rounded: Callable[..., Array] = lambda wide, draw: _round(wide, fmt, rounding, draw)
+  plain: Callable[..., Array] = lambda wide, draw: _round(wide, fmt, rounding, draw)
   if straight_through:
-    rounded = with_derivative_of(lambda wide, draw: wide, rounded)
-  return rounded(wide, draw).astype(jnp.asarray(x).dtype)
+    plain = with_derivative_of(lambda wide, draw: wide, plain)
+  return plain(wide, draw).astype(jnp.asarray(x).dtype)
 
 
 def with_derivative_of(
@@ -150,7 +157,7 @@ def _checked(x: Array, rounding: str, key: Array | None) -> tuple[Array, Array |
       "`key` must be given for stochastic rounding; pass jax.random.key(seed), or "
       'choose rounding="nearest_even".'
     )
-  key = jax.random.wrap_key_data(threefry.key_words(key), impl="threefry2x32")
+  key = jax.random.wrap_key_data(dithers.key_words(key), impl="threefry2x32")
   return wide, jax.random.bits(key, wide.shape, jnp.uint32)
 
 
@@ -161,16 +168,14 @@ def _to_code(
   return float_codes.to_codes(x, fmt, rounding=rounding if draw is None else draw)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _from_code(codes: Array, fmt: FloatFormat) -> Array:
-  codes = codes.astype(jnp.uint32) & jnp.uint32(2**fmt.bits - 1)
-  return float_codes.from_codes(codes, fmt)
-
-
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _round(
   x: Array, fmt: FloatFormat, rounding: float_codes.FloatRounding, draw: Array | None
 ) -> Array:
+  return rounded(x, fmt, rounding=rounding if draw is None else draw)
+
+
+def rounded(x: Array, fmt: FloatFormat, **options: Any) -> Array:
   """Rounds by way of codes, and keeps NaN, which not every format has."""
-  codes = float_codes.to_codes(x, fmt, rounding=rounding if draw is None else draw)
+  codes = float_codes.to_codes(x, fmt, **options)
   return jnp.where(jnp.isnan(x), x, float_codes.from_codes(codes, fmt))

@@ -15,8 +15,7 @@ from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.core import border, transform
 from gradcomp._src.core import specs as states
 from gradcomp._src.local_steps import rounds
-from gradcomp._src.mesh import axes, per_worker, specs, types
-from gradcomp._src.mesh import param_specs as given_specs
+from gradcomp._src.mesh import axes, shard_maps, trees, types
 
 _ROWS = "gradcomp_rows"  # the axis of the workers on one device
 _first = functools.partial(jax.tree.map, lambda x: x[0])
@@ -113,10 +112,10 @@ def mean_over(  # noqa: PLR0913 - options of users, by keyword
       rows = _first(rows)
     else:
       if param_specs is None:  # of types, which have Explicit axes
-        row = lambda x: P(*specs.entries(types.typed_spec(x))[1:])
+        row = lambda x: P(*axes.entries(types.typed_spec(x))[1:])
         param_specs = jax.tree.map(row, rows)
-      whole = given_specs.specs_like(tree, param_specs, mesh_axis)
-      rows = per_worker.marked(rows, mesh_axis, whole)
+      whole = shard_maps.specs_like(tree, param_specs, mesh_axis)
+      rows = trees.marked(rows, mesh_axis, whole)
     tx = border.any_tree(lambda own: None, worker, {"axis_name": mesh_axis})
     mean, state = tx.update(rows, state, key=key)
   return (mean, state) if kept else mean
@@ -168,9 +167,9 @@ def mean_state(
     )
 
   def zeros(x: Any) -> jax.Array:
-    names, shape = [*specs.names_by_axis(types.placed_spec(x), x.ndim)], [*x.shape]
+    names, shape = [*axes.names_by_axis(types.placed_spec(x), x.ndim)], [*x.shape]
     del names[axis], shape[axis]
-    row = NamedSharding(jax.sharding.get_mesh(), specs.spec_of(names))
+    row = NamedSharding(jax.sharding.get_mesh(), axes.spec_of(names))
     return jnp.zeros(shape, x.dtype, device=row)
 
   params = jax.tree.map(zeros, tree)

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from gradcomp._src.codecs.protocol import is_codec
 from gradcomp._src.core.feedback import ErrorFeedback
-from gradcomp._src.core.first_state import make_own
+from gradcomp._src.core.specs import make_own
 from gradcomp._src.core.state import FragmentState, OwnSteps, is_own_steps
 from gradcomp._src.exchange.collectives import pmean
 from gradcomp._src.floats.dtypes import fitted
@@ -122,8 +122,7 @@ def split_fragments(tree: Any, fragments: int) -> list[range]:
 def select_fragment(tree: Any, fragment: range) -> Any:
   """Replaces all leaves outside a fragment by ``optax.MaskedNode``."""
   leaves, treedef = jax.tree.flatten(tree)
-  hole = optax.MaskedNode()
-  kept = [x if i in fragment else hole for i, x in enumerate(leaves)]
+  kept = [x if i in fragment else optax.MaskedNode() for i, x in enumerate(leaves)]
   return jax.tree.unflatten(treedef, kept)
 
 
@@ -163,16 +162,51 @@ class LocalRound:
     self, number: jax.Array, states: Any, moved: Any, params: Any, value: Any
   ) -> tuple[Any, Any, tuple[FragmentState, ...]]:
     """Exchanges the fragments of a local step, from 1 on, or all, data-parallel."""
+    zero = lambda moved, x: mark_varying(jnp.zeros_like(moved), self.axes, x)
+    is_at = lambda at: (number >= at) & (number % self.every == at % self.every)
+
+    def left(moved: jax.Array, update: jax.Array, x: jax.Array) -> jax.Array:
+      """Returns the displacement from the updated parameters, after mixing."""
+      if self.mixing == 1:  # 0 * NaN is no zero
+        return zero(moved, x)
+      rest = moved - rounded_product(update.astype(moved.dtype))
+      return rounded_product(rest * jnp.asarray(1 - self.mixing, rest.dtype))
+
+    def share(fragment: range, step: int, state: FragmentState, all_moved: Any) -> Any:
+      """Exchanges a fragment and updates the shared parameters, in its step."""
+      moved, shared = (select_fragment(x, fragment) for x in (all_moved, params))
+      rest = lambda state: (jax.tree.map(jnp.zeros_like, shared), moved, state)
+
+      def send(state: FragmentState) -> FragmentState:
+        note(("every", self.every))
+        note(("delay", self.delay))
+        difference = jax.tree.map(jnp.negative, moved)
+        mean, exchange = self.compressed.update(difference, state.exchange)
+        return state._replace(exchange=exchange, arriving=mean)
+
+      def arrive(state: FragmentState) -> tuple[Any, Any, FragmentState]:
+        at, mean = jax.tree.map(wide, shared), state.arriving
+        given: dict[str, Any] = {}
+        if value is not None:
+          own = mark_varying(jnp.float32(value), self.axes)
+          given = {"value": pmean(own, self.axes), "grad": mean}
+        updates, outer_state = self.outer.update(mean, state.outer_state, at, **given)
+        updates = optax.tree.cast_like(updates, shared)
+        kept = mean if self.delay else None
+        state = state._replace(outer_state=outer_state, arriving=kept)
+        return updates, jax.tree.map(left, moved, updates, shared), state
+
+      if not self.delay:
+        return lax.cond(is_at(step), lambda state: arrive(send(state)), rest, state)
+      state = lax.cond(is_at(step), send, lambda state: state, state)
+      return lax.cond(is_at(step + self.delay), arrive, rest, state)
 
     def of_fragments(moved: Any, states: Any) -> tuple[Any, Any, Any]:
-      def share(fragment: range, step: int, kept: FragmentState) -> Any:
-        own, shared = (select_fragment(x, fragment) for x in (moved, params))
-        return self.shared_step(step, number, kept, own, shared, value)
-
       parts = split_fragments(params, self.fragments)
       # H/P steps apart, and the last in the last step of a round.
       steps = (self.every * i // self.fragments for i in range(1, len(parts) + 1))
-      new, left, kept = zip(*map(share, parts, steps, states), strict=True)
+      shared = map(share, parts, steps, states, itertools.repeat(moved))
+      new, left, kept = zip(*shared, strict=True)
       joined = lambda trees: jax.tree.unflatten(
         jax.tree.structure(params), itertools.chain(*map(jax.tree.leaves, trees))
       )
@@ -181,54 +215,9 @@ class LocalRound:
     def parallel(moved: Any, states: Any) -> tuple[Any, Any, Any]:
       note(("stateless", True))
       mean, _ = self.plain.update(moved, self.plain.init(moved))
-      left = lambda x, like: mark_varying(jnp.zeros_like(x), self.axes, like)
       new = jax.tree.map(lambda x, like: fitted(x, like.dtype), mean, params)
-      return new, jax.tree.map(left, moved, params), states
+      return new, jax.tree.map(zero, moved, params), states
 
     if not self.start:
       return of_fragments(moved, states)
     return lax.cond(number > 0, of_fragments, parallel, moved, states)
-
-  def shared_step(
-    self,
-    step: int,
-    number: jax.Array,
-    state: FragmentState,
-    moved: Any,
-    params: Any,
-    value: Any,
-  ) -> tuple[Any, Any, FragmentState]:
-    """Exchanges a fragment and updates the shared parameters, in its step."""
-    is_at = lambda at: (number >= at) & (number % self.every == at % self.every)
-    rest = lambda state: (jax.tree.map(jnp.zeros_like, params), moved, state)
-
-    def send(state: FragmentState) -> FragmentState:
-      note(("every", self.every))
-      note(("delay", self.delay))
-      difference = jax.tree.map(jnp.negative, moved)
-      mean, exchange = self.compressed.update(difference, state.exchange)
-      return state._replace(exchange=exchange, arriving=mean)
-
-    def arrive(state: FragmentState) -> tuple[Any, Any, FragmentState]:
-      at, mean = jax.tree.map(wide, params), state.arriving
-      given: dict[str, Any] = {}
-      if value is not None:
-        own = mark_varying(jnp.float32(value), self.axes)
-        given = {"value": pmean(own, self.axes), "grad": mean}
-      updates, outer_state = self.outer.update(mean, state.outer_state, at, **given)
-      updates = optax.tree.cast_like(updates, params)
-      left = jax.tree.map(self._left, moved, updates, params)
-      kept = mean if self.delay else None
-      return updates, left, state._replace(outer_state=outer_state, arriving=kept)
-
-    if not self.delay:
-      return lax.cond(is_at(step), lambda state: arrive(send(state)), rest, state)
-    state = lax.cond(is_at(step), send, lambda state: state, state)
-    return lax.cond(is_at(step + self.delay), arrive, rest, state)
-
-  def _left(self, moved: jax.Array, update: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns the displacement from the updated parameters, after mixing."""
-    if self.mixing == 1:  # 0 * NaN is no zero
-      return mark_varying(jnp.zeros_like(moved), self.axes, x)
-    rest = moved - rounded_product(update.astype(moved.dtype))
-    return rounded_product(rest * jnp.asarray(1 - self.mixing, rest.dtype))

@@ -8,16 +8,16 @@ import optax
 
 from gradcomp._src import checks, public
 from gradcomp._src.codecs import dense, protocol
-from gradcomp._src.core import border, inputs, transform
+from gradcomp._src.core import border, transform
 from gradcomp._src.core import state as states
 from gradcomp._src.core.feedback import Feedback, FeedbackName
 from gradcomp._src.exchange.auto import Auto, as_exchange
-from gradcomp._src.exchange.one_stage import AllGather, Merge
 from gradcomp._src.exchange.protocol import Exchange
+from gradcomp._src.exchange.schedules import AllGather, Merge
 from gradcomp._src.local_steps import rounds
-from gradcomp._src.mesh import agreement, closures, trees
+from gradcomp._src.mesh import agreement, shard_maps, trees
 from gradcomp._src.mesh import axes as mesh_axes
-from gradcomp._src.mesh.place import Place
+from gradcomp._src.mesh.types import Place
 from gradcomp._src.transforms.options import MessageOptions, recipe
 
 Params = TypeVar("Params")
@@ -41,7 +41,15 @@ def local_params(params: Params, opt_state: Any) -> Params:
     >>> local_params(jnp.ones(2), optax.sgd(0.1).init(jnp.ones(2)))
     Array([1., 1.], dtype=float32)
   """
-  _check_not_averaged(opt_state)
+  averages = lambda x: isinstance(x, optax.contrib.ScheduleFreeState)
+  for node in filter(averages, jax.tree.leaves(opt_state, is_leaf=averages)):
+    if states.steps_alone(node):
+      raise ValueError(
+        "`opt_state` must have no optax.contrib.schedule_free around local steps, "
+        "because it averages parameters in each step, and they move once a round, got "
+        "a ScheduleFreeState with such steps inside; give schedule_free to "
+        "gradcomp.local.local_steps as `outer` or `inner`."
+      )
   is_hole = lambda x: isinstance(x, optax.MaskedNode)
   add = lambda moved, x: x if is_hole(moved) else rounds.own_params(x, moved)
   arrays, others = trees.split(params)
@@ -176,8 +184,13 @@ def local_steps(  # noqa: PLR0913 - options of users, by keyword
   compressed = transform.compress(codec, axis_name=axes, feedback=kept, **options)
   plain = transform.compress(dense.Dense(), axis_name=axes)
   takes_value = isinstance(outer, optax.GradientTransformationExtraArgs)
-  inner = _checked_optimizer("inner", inner)
-  outer = _checked_optimizer("outer", outer)
+  for name, tx in {"inner": inner, "outer": outer}.items():
+    if not all(callable(getattr(tx, part, None)) for part in ("init", "update")):
+      raise TypeError(
+        f"`{name}` must be an optax.GradientTransformation, like optax.sgd(0.1), got "
+        f"{tx!r}."
+      )
+  inner, outer = map(shard_maps.optimizer_with_note, (inner, outer))
   exchanges, lengths = (compressed, plain, axes), (every, start, fragments, delay)
   round_ = rounds.LocalRound(inner, outer, *exchanges, *lengths, mixing)
 
@@ -214,7 +227,7 @@ def local_steps(  # noqa: PLR0913 - options of users, by keyword
         "call optimizer.update(grads, state, params)."
       )
     _check_floats("updates", updates)
-    updates = inputs.not_differentiated(updates)
+    updates = border.not_differentiated(updates)
     agreement.require_agreement(
       "gradcomp.local.local_steps",
       told,
@@ -236,33 +249,10 @@ def local_steps(  # noqa: PLR0913 - options of users, by keyword
   return border.on_workers(init_fn, core, axes, reads=True, whole=True, filled=filled)
 
 
-def _check_not_averaged(opt_state: Any) -> None:
-  """Raises ValueError for schedule_free around local steps."""
-  averages = lambda x: isinstance(x, optax.contrib.ScheduleFreeState)
-  for node in jax.tree.leaves(opt_state, is_leaf=averages):
-    if averages(node) and states.steps_alone(node):
-      raise ValueError(
-        "`opt_state` must have no optax.contrib.schedule_free around local steps, "
-        "because it averages parameters in each step, and they move once a round, got "
-        "a ScheduleFreeState with such steps inside; give schedule_free to "
-        "gradcomp.local.local_steps as `outer` or `inner`."
-      )
-
-
 def _up_to(name: str, least: int, most: int, value: Any) -> int:
   """Returns an integer in a range; ValueError otherwise."""
   rule = f"a number, from {least} to {most}, which depends on `every`"
   return checks.static_integer(name, rule, value, least=least, most=most)
-
-
-def _checked_optimizer(name: str, tx: Any) -> optax.GradientTransformationExtraArgs:
-  """Returns an optimizer that takes extra arguments; TypeError for other objects."""
-  if not all(callable(getattr(tx, part, None)) for part in ("init", "update")):
-    raise TypeError(
-      f"`{name}` must be an optax.GradientTransformation, like optax.sgd(0.1), got "
-      f"{tx!r}."
-    )
-  return closures.optimizer_with_note(tx)
 
 
 def _exchange_of_rounds(exchange: Any, merge: Any, codec: Any) -> Any:

@@ -156,41 +156,36 @@ def _compare(record: Record, processes: Processes) -> None:
   for name, text in (("text", packed), ("digest", digest)):
     # Also again, after an error or a new start.
     store.key_value_set(f"{folder}{name}/{own}", text, allow_overwrite=True)
-  failed = "failed" in record[0]  # which waits for nobody
-  found = {} if failed else _meet(f"{folder}digest/", digest, processes, what)
+  # By default it is longer than compiling a step that others have in a cache.
+  limit = os.environ.get("GRADCOMP_PATIENCE_SECONDS", "600")
+  waits = "failed" not in record[0]
+  if waits and not re.fullmatch(r"\d*\.?\d+(e\d+)?", limit):
+    raise ValueError(
+      f"`GRADCOMP_PATIENCE_SECONDS` must be seconds, 0 or more, got {limit!r}; "
+      "unset it to wait for ten minutes."
+    )
+  begin, pause, found = time.monotonic(), 0.001, dict[int, str]()
+  while waits:
+    pairs = store.key_value_dir_get(f"{folder}digest/")
+    found = {int(name.rpartition("/")[2]): value for name, value in pairs}
+    missing = [process for process in processes if process not in found]
+    if not missing or set(found.values()) != {digest}:
+      break
+    if time.monotonic() > begin + float(limit):
+      raise ValueError(
+        f"`{what}` must be traced by all processes, got nothing from {_named(missing)} "
+        f"in {float(limit):g} s; read their errors, start all with the same program, "
+        "or raise GRADCOMP_PATIENCE_SECONDS."
+      )
+    time.sleep(pause)
+    pause = min(2 * pause, 1.0)
   other = next((x for x in processes if found.get(x, digest) != digest), None)
   # Where nobody has agreed, all go on to the next record.
-  agreed.append("" if failed or other is not None else digest)
+  agreed.append(digest if waits and other is None else "")
   if other is not None:
     text = store.blocking_key_value_get(f"{folder}text/{other}", 10_000)
     theirs = json.loads(zlib.decompress(base64.b64decode(text)))
     raise ValueError(_difference(record, theirs, found, other))
-
-
-def _meet(folder: str, own: str, processes: Processes, what: str) -> dict[int, str]:
-  """Returns the digests of all processes, or the first ones once one differs."""
-  # By default it is longer than compiling a step that others have in a cache.
-  text = os.environ.get("GRADCOMP_PATIENCE_SECONDS", "600")
-  if not re.fullmatch(r"\d*\.?\d+(e\d+)?", text):
-    raise ValueError(
-      f"`GRADCOMP_PATIENCE_SECONDS` must be seconds, 0 or more, got {text!r}; "
-      "unset it to wait for ten minutes."
-    )
-  deadline, pause = time.monotonic() + float(text), 0.001
-  while True:
-    pairs = run_store().key_value_dir_get(folder)
-    found = {int(name.rpartition("/")[2]): value for name, value in pairs}
-    missing = [process for process in processes if process not in found]
-    if not missing or set(found.values()) != {own}:
-      return found
-    if time.monotonic() > deadline:
-      raise ValueError(
-        f"`{what}` must be traced by all processes, got nothing from {_named(missing)} "
-        f"in {float(text):g} s; read their errors, start all with the same program, or "
-        "raise GRADCOMP_PATIENCE_SECONDS."
-      )
-    time.sleep(pause)
-    pause = min(2 * pause, 1.0)
 
 
 def _difference(own: Record, theirs: Record, found: dict[int, str], other: int) -> str:

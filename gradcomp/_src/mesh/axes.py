@@ -1,12 +1,13 @@
-"""Names and sizes of axes, and the maps that bind them, in JAX 0.10.2 to 0.12."""
+"""Names and sizes of axes, the maps that bind them, and specs of arrays."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from gradcomp._src.checks import see, static_integer
 
@@ -32,9 +33,9 @@ class UnboundAxisError(ValueError):
     self.axis_name = axis_name
 
 
-def as_axis_name(names: tuple[str, ...]) -> AxisName:
-  """Returns the name of one axis, and a tuple of several."""
-  return names if len(names) > 1 else names[0]
+def as_axis_name(names: Sequence[str]) -> Any:
+  """Returns the name of one axis, a tuple of several, and None for none."""
+  return tuple(names) if len(names) > 1 else next(iter(names), None)
 
 
 def axis_names(axis_name: AxisName) -> tuple[str, ...]:
@@ -84,32 +85,28 @@ def count(axis_name: AxisName, mesh: Any = None) -> tuple[int | None, bool]:
 
 def require_size(axis_name: AxisName, mesh: AbstractMesh | None = None) -> int:
   """Returns the number of workers on bound axes; else UnboundAxisError."""
-  size = bound_size(axis_name)
-  if size is None:
-    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
-    around = f" {AROUND}" if set(axis_names(axis_name)) <= {*mesh.axis_names} else ""
-    raise UnboundAxisError(
-      f"`axis_name` must be an axis of the enclosing jax.shard_map, jax.pmap or "
-      f"jax.vmap, and {axis_name!r} is not bound here; {_cure(axis_name, mesh)}or pass "
-      f"axis_name=None to compress on one device.{around}{see('is-not-bound-here')}",
-      axis_name,
-    )
-  return size
-
-
-def _cure(axis_name: AxisName, mesh: AbstractMesh) -> str:
-  """Returns the cure for unbound axes, with the mesh's axes if it lacks them."""
+  if (size := bound_size(axis_name)) is not None:
+    return size
+  mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+  known = set(axis_names(axis_name)).issubset(mesh.axis_names)
   cure = "call this inside one (or use gradcomp.make_train_step), "
   if not mesh.axis_names:
-    return (
-      f"{cure}or in plain jax.jit under jax.set_mesh(jax.make_mesh(...)) or with mesh= "
-      "of gradcomp.value_and_grad, "
+    cure += (
+      "or in plain jax.jit under jax.set_mesh(jax.make_mesh(...)) or with mesh= of "
+      "gradcomp.value_and_grad, "
     )
-  if not set(axis_names(axis_name)).issubset(mesh.axis_names):
-    return f"the axes of the mesh are {mesh.axis_names}: name one of these, "
-  return (
-    f"{cure}or in plain jax.jit give update the gradients of gradcomp.value_and_grad("
-    f"loss_fn, axis_name={axis_name!r}), "
+  elif known:
+    cure += (
+      "or in plain jax.jit give update the gradients of gradcomp.value_and_grad("
+      f"loss_fn, axis_name={axis_name!r}), "
+    )
+  else:
+    cure = f"the axes of the mesh are {mesh.axis_names}: name one of these, "
+  raise UnboundAxisError(
+    f"`axis_name` must be an axis of the enclosing jax.shard_map, jax.pmap or "
+    f"jax.vmap, and {axis_name!r} is not bound here; {cure}or pass axis_name=None to "
+    f"compress on one device.{f' {AROUND}' * known}{see('is-not-bound-here')}",
+    axis_name,
   )
 
 
@@ -186,3 +183,58 @@ def check_both(axis_name: AxisName | None, workers: WorkerSizes) -> None:
       "`workers` must be the sizes of both axes, (between, inside), for "
       f'exchange="hierarchical" over two axes, got {workers}.'
     )
+
+
+def is_spec(x: Any) -> bool:
+  """Returns True for a PartitionSpec; it is meant for ``is_leaf``."""
+  return isinstance(x, PartitionSpec)
+
+
+def entries(spec: PartitionSpec) -> tuple[Any, ...]:
+  """Returns a spec's entry for each array axis: None, a name, or a tuple of names."""
+  return tuple(spec.partitions if hasattr(spec, "partitions") else spec)
+
+
+def names_by_axis(spec: PartitionSpec, ndim: int) -> tuple[tuple[str, ...], ...]:
+  """Returns the names that shard each of an array's axes."""
+  found = [_names(entry) for entry in entries(spec)]
+  return (*found, *[()] * (ndim - len(found)))
+
+
+def shard_shape(
+  shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh
+) -> tuple[int, ...]:
+  """Returns the shape of one device's shard; JAX's function raises inside of maps."""
+  cuts = names_by_axis(spec, len(shape))
+  parts = [math.prod(mesh.shape[name] for name in names) for names in cuts]
+  return tuple(n // part for n, part in zip(shape, parts, strict=True))
+
+
+def spec_of(names: Sequence[Sequence[str]]) -> PartitionSpec:
+  """Returns the spec in which these names shard each axis."""
+  return PartitionSpec(*map(as_axis_name, names))
+
+
+def axes_in(specs: Any) -> frozenset[str]:
+  """Returns the mesh axes over which a spec, or any of a tree, shards an array."""
+  every = map(entries, jax.tree.leaves(specs, is_leaf=is_spec))
+  return frozenset(name for entry in chain(*every) for name in _names(entry))
+
+
+def restrict_spec(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+  """Removes all axes but these from a spec."""
+  free = PartitionSpec.UNCONSTRAINED
+  kept = lambda entry: as_axis_name([name for name in _names(entry) if name in axes])
+  return PartitionSpec(*(x if x is free else kept(x) for x in entries(spec)))
+
+
+def stack_spec(axis_name: AxisName, spec: PartitionSpec) -> PartitionSpec:
+  """Returns the spec of workers' arrays of this spec, stacked on their first axis."""
+  first, *rest = entries(spec) or (None,)
+  return PartitionSpec(as_axis_name([*axis_names(axis_name), *_names(first)]), *rest)
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+  if entry is None:
+    return ()
+  return (entry,) if isinstance(entry, str) else tuple(entry)

@@ -1,5 +1,6 @@
-"""Studies: traces with shapes that a reader takes facts from, and nothing runs.
+"""Studies, which nothing runs, and the platform that a program is planned for.
 
+A study is a trace with shapes that a reader takes facts from.
 A study is a context of ``jax.make_user_context``, a part of the keys of JAX's caches:
 studies of a kind share what an inner ``jax.jit`` has cached, and programs never see it.
 
@@ -10,10 +11,12 @@ or map, and in what is cached. A list that Python fills while it traces would la
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Literal, get_args
 
 import jax
 from jax.extend.core import Primitive
+from jax.sharding import Mesh
 
 from gradcomp._src.mesh.axes import AxisName, UnboundAxisError, axis_names
 
@@ -80,3 +83,44 @@ def noted(about: object) -> Iterator[None]:
   note(about)
   yield
   note(None)
+
+
+Platform = Literal["cpu", "gpu", "tpu"]
+
+# A part of the keys of JAX's caches, and of this thread.
+_PLANNED: Any = jax.make_user_context(None)
+
+
+def platform() -> str:
+  """Returns the platform of the mesh's devices; else of the default backend."""
+  # So a program for a TPU is planned for it, wherever it is compiled.
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  here = jax.default_backend() if device is None else device.platform
+  return _PLANNED.value or here
+
+
+def device_kind(platform: str) -> str:
+  """Returns the kind of the devices of a platform in use; else the platform's name."""
+  device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+  return device.device_kind if device.platform == platform else platform
+
+
+def planned_on(mesh: Mesh) -> AbstractContextManager[Any]:
+  """Plans in the body of a ``with`` for the devices of a mesh, if it has any."""
+  if mesh.empty:
+    return contextlib.nullcontext()
+  return _PLANNED(mesh.devices.flat[0].platform)
+
+
+def planned_for(
+  given: str | None, name: str = "platform"
+) -> AbstractContextManager[Any]:
+  """Plans in the body of a ``with`` for a platform, if given; ValueError for others."""
+  if given is None:
+    return contextlib.nullcontext()
+  known = tuple(dict.fromkeys((*get_args(Platform), platform())))
+  if given not in known:
+    raise ValueError(
+      f"`{name}` must be one of {known}, or None for the one here, got {given!r}."
+    )
+  return _PLANNED(given)

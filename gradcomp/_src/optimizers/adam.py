@@ -6,11 +6,11 @@ import optax
 
 from gradcomp._src import checks
 from gradcomp._src.codecs import one_bit, protocol
-from gradcomp._src.core import border, inputs, transform
+from gradcomp._src.core import border, transform
 from gradcomp._src.core.feedback import Feedback, FeedbackName
 from gradcomp._src.exchange.auto import Auto, ExchangeName
 from gradcomp._src.exchange.protocol import Exchange
-from gradcomp._src.mesh import axes, place
+from gradcomp._src.mesh import axes, types
 from gradcomp._src.optimizers import local_adam, moments
 from gradcomp._src.public import arguments, cites
 from gradcomp._src.transforms.options import LeafOptions, recipe
@@ -187,9 +187,9 @@ def adam(  # noqa: PLR0913 - options of users, by keyword
 
   @cites("tang2021onebitadam", *["lu2022zeroone"] * is_later)
   def core(
-    across: place.Place, updates: Any, state: Any, params: Any, extra_args: Any
+    across: types.Place, updates: Any, state: Any, params: Any, extra_args: Any
   ) -> tuple[Any, Any]:
-    grads = inputs.not_differentiated(updates)
+    grads = border.not_differentiated(updates)
     moments.require_agreement("gradcomp.optimizers.adam", told, grads, params)
     like = grads if params is None else params
     return parts.update(across, grads, state, params, like)

@@ -13,7 +13,7 @@ from gradcomp._src import checks
 from gradcomp._src.core.state import OwnSteps
 from gradcomp._src.local_steps import rounds
 from gradcomp._src.mesh import shard_maps, study, types
-from gradcomp._src.mesh.place import Place
+from gradcomp._src.mesh.types import Place
 from gradcomp._src.optimizers.moments import Moments, MomentsState, begun
 
 

@@ -16,7 +16,7 @@ from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.core.state import CompressState
 from gradcomp._src.core.transform import compress
 from gradcomp._src.exchange import collectives
-from gradcomp._src.mesh import agreement, place, shard_maps, types
+from gradcomp._src.mesh import agreement, shard_maps, types
 from gradcomp._src.mesh.axes import AxisName
 
 Variance = Literal["frozen", "doubling"]
@@ -122,7 +122,7 @@ class Moments(checks.Checked):
     return MomentsState(*counts, jnp.zeros([], jnp.float32), mu, nu, first)
 
   def update(
-    self, across: place.Place, grads: Any, state: MomentsState, params: Any, like: Any
+    self, across: types.Place, grads: Any, state: MomentsState, params: Any, like: Any
   ) -> tuple[Any, MomentsState]:
     """Returns a step at a rate of 1 in the dtypes of ``like``, and the next state."""
     count = optax.safe_increment(state.count)

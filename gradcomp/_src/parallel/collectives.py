@@ -12,13 +12,13 @@ from gradcomp._src import checks
 from gradcomp._src.codecs.sums import tiles
 from gradcomp._src.exchange import collectives
 from gradcomp._src.mesh import types
-from gradcomp._src.parallel import options, transport
-from gradcomp._src.parallel.options import CollectiveOptions, Key, Wire
+from gradcomp._src.parallel import wires
+from gradcomp._src.parallel.wires import CollectiveOptions, Key, Wire
 
 To = Literal["varying", "invarying"]
 
 
-@options.collective
+@wires.collective
 def all_gather(
   x: jax.Array, *, axis: int = 0, to: To = "varying", **given: Unpack[CollectiveOptions]
 ) -> jax.Array:
@@ -51,7 +51,7 @@ def all_gather(
   References:
     Dettmers, `2016 <https://arxiv.org/abs/1511.04561>`_, section 2
   """
-  x, wire, key = options.opened(all_gather, x, given)
+  x, wire, key = wires.opened(all_gather, x, given)
   checks.one_of("to", To, to)
   if to == "invarying" and wire.own != "coded":
     raise ValueError(
@@ -59,19 +59,18 @@ def all_gather(
       'got "invarying"; choose own="coded".'
     )
   x = jnp.atleast_1d(x)
-  axis = options.checked_axis("axis", axis, x.ndim)
+  axis = wires.checked_axis("axis", axis, x.ndim)
 
   def part(cotangent: jax.Array, wire: Wire, _: Key) -> jax.Array:
     # It is equal on all workers, and that of all of them together.
-    parts = transport.split_parts(cotangent, axis, wire.size)
+    parts = wires.split_parts(cotangent, axis, wire.size)
     return parts[lax.axis_index(wire.axis_name)]
 
-  gather = functools.partial(_gathered, axis=axis, to=to)
-  back = functools.partial(_scattered, axis=axis) if to == "varying" else part
-  return options.paired(gather, back, x, wire, key)
+  gather, scatter = _along(axis, to)
+  return wires.paired(gather, scatter if to == "varying" else part, x, wire, key)
 
 
-@options.collective
+@wires.collective
 def psum_scatter(
   x: jax.Array, *, axis: int = 0, **given: Unpack[CollectiveOptions]
 ) -> jax.Array:
@@ -96,13 +95,12 @@ def psum_scatter(
     >>> jax.jit(jax.vmap(scatter, axis_name="model"))(x).tolist()
     [[31.0], [42.0]]
   """
-  x, wire, key = options.opened(psum_scatter, x, given)
-  axis = _cut_axis("axis", axis, x, wire.size)
-  scatter, gather = (functools.partial(f, axis=axis) for f in (_scattered, _gathered))
-  return options.paired(scatter, gather, x, wire, key)
+  x, wire, key = wires.opened(psum_scatter, x, given)
+  gather, scatter = _along(_cut_axis("axis", axis, x, wire.size))
+  return wires.paired(scatter, gather, x, wire, key)
 
 
-@options.collective
+@wires.collective
 def all_to_all(
   x: jax.Array, *, split_axis: int, concat_axis: int, **given: Unpack[CollectiveOptions]
 ) -> jax.Array:
@@ -126,22 +124,22 @@ def all_to_all(
     >>> jax.jit(jax.vmap(swap, axis_name="expert"))(x).tolist()
     [[1.0, 3.0], [2.0, 4.0]]
   """
-  x, wire, key = options.opened(all_to_all, x, given)
+  x, wire, key = wires.opened(all_to_all, x, given)
   cut = _cut_axis("split_axis", split_axis, x, wire.size)
-  along = options.checked_axis("concat_axis", concat_axis, x.ndim)
+  along = wires.checked_axis("concat_axis", concat_axis, x.ndim)
 
   def sent(x: jax.Array, wire: Wire, key: Key, cut: int, along: int) -> jax.Array:
-    parts = transport.split_parts(x, cut, wire.size)
-    return transport.concat(transport.exchange_encoded(parts, wire, key), along)
+    parts = wires.split_parts(x, cut, wire.size)
+    return wires.concat(wires.exchange_encoded(parts, wire, key), along)
 
   there = functools.partial(sent, cut=cut, along=along)
   back = functools.partial(sent, cut=along, along=cut)
-  return options.paired(there, back, x, wire, key)
+  return wires.paired(there, back, x, wire, key)
 
 
-@options.collective
+@wires.collective
 def ppermute(
-  x: jax.Array, *, perm: Sequence[tuple[int, int]], **given: Unpack[options.PairOptions]
+  x: jax.Array, *, perm: Sequence[tuple[int, int]], **given: Unpack[wires.PairOptions]
 ) -> jax.Array:
   """Returns the array of this worker's sender, as ``lax.ppermute``; zeros without one.
 
@@ -160,7 +158,7 @@ def ppermute(
     >>> jax.jit(jax.vmap(send, axis_name="stage"))(jnp.array([1.0, 2.0]))
     Array([2., 1.], dtype=float32)
   """
-  x, wire, key = options.opened(ppermute, x, given)
+  x, wire, key = wires.opened(ppermute, x, given)
   pairs = tuple((int(sender), int(receiver)) for sender, receiver in perm)
   for side in zip(*pairs, strict=True):
     numbers = set(side)
@@ -169,12 +167,12 @@ def ppermute(
         f"`perm` must have pairs (sender, receiver) of the workers 0 to "
         f"{wire.size - 1}, each at most once on a side, got {list(pairs)}."
       )
-  send = lambda pairs: functools.partial(transport.send_along, pairs=pairs)
-  return options.paired(send(pairs), send([pair[::-1] for pair in pairs]), x, wire, key)
+  send = lambda pairs: functools.partial(wires.send_along, pairs=pairs)
+  return wires.paired(send(pairs), send([pair[::-1] for pair in pairs]), x, wire, key)
 
 
-@options.collective
-def psum(x: jax.Array, **given: Unpack[options.SumOptions]) -> jax.Array:
+@wires.collective
+def psum(x: jax.Array, **given: Unpack[wires.SumOptions]) -> jax.Array:
   r"""Returns the sum over the workers, with the same bits on all of them.
 
   .. math:: y = Q(\sum_i Q(x_i))
@@ -197,14 +195,14 @@ def psum(x: jax.Array, **given: Unpack[options.SumOptions]) -> jax.Array:
   References:
     Grubic et al., `2018 <https://doi.org/10.3929/ethz-b-000319485>`_, section 2.4.1
   """
-  x, wire, key = options.opened(psum, x, given, own="coded")
+  x, wire, key = wires.opened(psum, x, given, own="coded")
   total = lambda *given: total_by_owners(*given)[0]
   back = lambda cotangent, *_: types.mark_varying(cotangent, wire.axis_name)
-  return options.paired(total, back, x, wire, key)
+  return wires.paired(total, back, x, wire, key)
 
 
-@options.collective
-def sum_gradients(x: jax.Array, **given: Unpack[options.SumOptions]) -> jax.Array:
+@wires.collective
+def sum_gradients(x: jax.Array, **given: Unpack[wires.SumOptions]) -> jax.Array:
   """Returns ``x``; its cotangent is the :func:`psum` of the workers' cotangents.
 
   Use it at the entry of a layer that is sharded by its outputs. ``codec`` encodes the
@@ -221,7 +219,7 @@ def sum_gradients(x: jax.Array, **given: Unpack[options.SumOptions]) -> jax.Arra
     >>> jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, 0), axis_name="model"))(1.0, w)
     Array([8., 8.], dtype=float32)
   """
-  _, wire, key = options.opened(sum_gradients, x, given, own="coded")
+  _, wire, key = wires.opened(sum_gradients, x, given, own="coded")
   x = jnp.asarray(x)
   varying = tuple(sorted(types.varying_axes(x)))
 
@@ -230,44 +228,44 @@ def sum_gradients(x: jax.Array, **given: Unpack[options.SumOptions]) -> jax.Arra
     return types.mark_varying(total_by_owners(cotangent, wire, key)[0], varying)
 
   keep = lambda x, wire, _: types.mark_varying(x, wire.axis_name)
-  return options.paired(keep, back, x, wire, key)
+  return wires.paired(keep, back, x, wire, key)
 
 
 def total_by_owners(x: jax.Array, wire: Wire, key: Key) -> tuple[jax.Array, ...]:
   """Returns the sum, equal on all workers, own parts, ``[N, share]``, and own sum."""
   parts = jnp.pad(x.reshape(-1), (0, -x.size % wire.size)).reshape(wire.size, -1)
-  received = transport.exchange_encoded(parts, wire, key, stage=True)
+  received = wires.exchange_encoded(parts, wire, key, stage=True)
   own = tiles.sum_in_order(lambda part: part, received)
   workers = collectives.Workers(wire.axis_name, wire.size, 1.0)
   name = collectives.final_stage(x.size, workers)
-  line = transport.to_lines(own[None], wire, owner_key(wire, key))[0]
+  line = wires.to_lines(own[None], wire, owner_key(wire, key))[0]
   lines = collectives.gather(line, wire.axis_name, name)
-  every = transport.gathered(lines, wire, own)
+  every = wires.gathered(lines, wire, own)
   return every.reshape(-1)[: x.size].reshape(x.shape), parts, own
 
 
 def owner_key(wire: Wire, key: Key) -> Key:
   """Returns an owner's key for rounding its sum, different on each worker."""
-  return options.folded(options.folded(key, 2), lax.axis_index(wire.axis_name))
+  return wires.folded(wires.folded(key, 2), lax.axis_index(wire.axis_name))
 
 
-def _gathered(
-  x: jax.Array, wire: Wire, key: Key, *, axis: int, to: To = "varying"
-) -> jax.Array:
-  """Concatenates all workers' arrays along an axis."""
-  lines = transport.gather_lines(x, wire, key)
-  whole = transport.concat(transport.gathered(lines, wire, x), axis)
-  return types.mark_varying(whole, wire.axis_name) if to == "varying" else whole
+def _along(axis: int, to: To = "varying") -> tuple[wires.Send, wires.Send]:
+  """Returns the gather of all workers' arrays along an axis, and the sum of parts."""
 
+  def gather(x: jax.Array, wire: Wire, key: Key) -> jax.Array:
+    lines = wires.gather_lines(x, wire, key)
+    whole = wires.concat(wires.gathered(lines, wire, x), axis)
+    return types.mark_varying(whole, wire.axis_name) if to == "varying" else whole
 
-def _scattered(x: jax.Array, wire: Wire, key: Key, *, axis: int) -> jax.Array:
-  """Returns this worker's part of the sum, ``[..., n, ...]`` of ``[..., N n, ...]``."""
-  return transport.reduce_parts(x, None, wire, key, axis)[0]
+  def scatter(x: jax.Array, wire: Wire, key: Key) -> jax.Array:
+    return wires.reduce_parts(x, None, wire, key, axis)[0]
+
+  return gather, scatter
 
 
 def _cut_axis(name: str, axis: int, x: jax.Array, workers: int) -> int:
   """Returns an axis that is split; ValueError unless the workers get equal parts."""
-  axis = options.checked_axis(name, axis, x.ndim)
+  axis = wires.checked_axis(name, axis, x.ndim)
   if x.shape[axis] % workers:
     raise ValueError(
       f"`{name}` must have a length that the {workers} workers divide, got {axis} of "

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from gradcomp._src.codecs import policy, protocol
 from gradcomp._src.codecs.sums.records import Payload
-from gradcomp._src.core.inputs import like_complex, pairs
-from gradcomp._src.exchange.lines import split
-from gradcomp._src.kernels.block_float import product
+from gradcomp._src.core.border import like_complex, pairs
+from gradcomp._src.exchange.collectives import split
+from gradcomp._src.kernels import block_float
 from gradcomp._src.mesh import axes, types
-from gradcomp._src.parallel import options, transport
+from gradcomp._src.parallel import wires
 
 
 def gather(  # noqa: PLR0913 - options of users, by keyword
@@ -25,7 +25,7 @@ def gather(  # noqa: PLR0913 - options of users, by keyword
   residual: jax.Array | None = None,
   axis: int = 0,
   shape: tuple[int, ...] | None = None,
-  key: options.Key = None,
+  key: wires.Key = None,
 ) -> jax.Array:
   r"""Returns a weight gathered from shards; its gradient is scattered to the owners.
 
@@ -83,10 +83,10 @@ def gather(  # noqa: PLR0913 - options of users, by keyword
     Zhao et al., `PyTorch FSDP <https://arxiv.org/abs/2304.11277>`_, 2023, section 3;
     Markov et al., `QSDP <https://arxiv.org/abs/2302.02390>`_, 2023, section 3
   """
-  wire, back = options.shard_wires(axis_name, params, grads, residual)
-  key = options.checked_key(key, wire.codec, wire.backward)
-  x = jnp.atleast_1d(options.checked_floats(w_shard, "w_shard"))
-  axis = options.checked_axis("axis", axis, x.ndim)
+  wire, back = wires.shard_wires(axis_name, params, grads, residual)
+  key = wires.checked_key(key, wire.codec, wire.backward)
+  x = jnp.atleast_1d(wires.checked_floats(w_shard, "w_shard"))
+  axis = wires.checked_axis("axis", axis, x.ndim)
   share = None if shape is None else -(-math.prod(shape) // wire.size)
   if share is not None and x.shape != (share,):
     raise ValueError(
@@ -95,19 +95,18 @@ def gather(  # noqa: PLR0913 - options of users, by keyword
       "(0, -w.size % N))."
     )
   x = types.mark_varying(x, axis_name, residual)
-  if residual is not None:
-    check_residual(residual, x, _residual_shape(x, axis, wire.size))
+  _check_residual(residual, x, axis, wire.size)
 
-  def forward(x: jax.Array, residual: Any, key: options.Key) -> tuple[jax.Array, Any]:
-    lines = transport.gather_lines(x, wire, key)
-    return transport.joined(lines, wire, x, axis), (residual, key)
+  def forward(x: jax.Array, residual: Any, key: wires.Key) -> tuple[jax.Array, Any]:
+    lines = wires.gather_lines(x, wire, key)
+    return wires.joined(lines, wire, x, axis), (residual, key)
 
   def backward(saved: Any, cotangent: jax.Array) -> tuple[Any, ...]:
     residual, key = saved
-    later = options.folded(key, 1)
-    return *transport.reduce_parts(cotangent, residual, back, later, axis), None
+    later = wires.folded(key, 1)
+    return *wires.reduce_parts(cotangent, residual, back, later, axis), None
 
-  whole = options.transposed(forward, backward, pairs(x), residual, key)
+  whole = wires.transposed(forward, backward, pairs(x), residual, key)
   whole = like_complex(whole, x)
   return whole if shape is None else whole[: math.prod(shape)].reshape(shape)
 
@@ -130,8 +129,8 @@ def gather_residual(
     (4, 3, 8)
   """
   size = axes.require_size(axis_name)
-  x = jnp.atleast_1d(options.checked_floats(w_shard, "w_shard"))
-  axis = options.checked_axis("axis", axis, x.ndim)
+  x = jnp.atleast_1d(wires.checked_floats(w_shard, "w_shard"))
+  axis = wires.checked_axis("axis", axis, x.ndim)
   zeros = jnp.zeros(_residual_shape(x, axis, size), jnp.float32)
   return types.mark_varying(zeros, axis_name, x)
 
@@ -141,9 +140,11 @@ def _residual_shape(x: jax.Array, axis: int, size: int) -> tuple[int, ...]:
   return (*whole, 2) if jnp.iscomplexobj(x) else whole
 
 
-def check_residual(residual: jax.Array, x: jax.Array, shape: tuple[int, ...]) -> None:
+def _check_residual(residual: Any, x: jax.Array, axis: int, size: int) -> None:
   """Raises an error for a residual that cannot get the new one as its cotangent."""
-  residual = jnp.asarray(residual)
+  if residual is None:
+    return
+  residual, shape = jnp.asarray(residual), _residual_shape(x, axis, size)
   if not jnp.issubdtype(residual.dtype, jnp.floating):
     raise TypeError(
       f"`residual` must have a real float dtype, got {residual.dtype}; start with "
@@ -172,7 +173,7 @@ def gather_matmul(  # noqa: PLR0913 - options of users, by keyword
   inputs: protocol.LeafCodec | None = None,
   grads: protocol.LeafCodec | None,
   residual: jax.Array | None = None,
-  key: options.Key = None,
+  key: wires.Key = None,
 ) -> jax.Array:
   r"""Returns the product with a weight that is gathered, and used as its words came.
 
@@ -216,12 +217,12 @@ def gather_matmul(  # noqa: PLR0913 - options of users, by keyword
   References:
     Rouhani et al., `2023 <https://arxiv.org/abs/2310.10537>`_, section 3
   """
-  wire, back = options.shard_wires(axis_name, params, grads, residual)
+  wire, back = wires.shard_wires(axis_name, params, grads, residual)
   of_w = wire.codec
   of_x = of_w.to_nearest() if inputs is None else policy.stateless("inputs", inputs)
-  key = options.checked_key(key, of_w, wire.backward, of_x)
-  x = options.checked_floats(x, real=True)
-  w = options.checked_floats(w_shard, "w_shard", real=True)
+  key = wires.checked_key(key, of_w, wire.backward, of_x)
+  x = wires.checked_floats(x, real=True)
+  w = wires.checked_floats(w_shard, "w_shard", real=True)
   if w.ndim != 2 or not w.size:
     raise ValueError(
       f"`w_shard` must be of the shape [n / N, K], got {w.shape}; use "
@@ -238,15 +239,14 @@ def gather_matmul(  # noqa: PLR0913 - options of users, by keyword
       f"block, got {_scales(of_x, w)}; matrix units take one kind."
     )
   x, w = types.mark_varying((x, w), axis_name, x, w, residual)
-  if residual is not None:
-    check_residual(residual, w, (wire.size * len(w), w.shape[1]))
+  _check_residual(residual, w, 0, wire.size)
   own = dataclasses.replace(wire, codec=of_x)
 
-  def forward(x: jax.Array, w: jax.Array, residual: Any, key: options.Key) -> Any:
-    lines = transport.gather_lines(w, wire, key)
-    sent = transport.to_lines(x[None], own, options.folded(key, 2))
+  def forward(x: jax.Array, w: jax.Array, residual: Any, key: wires.Key) -> Any:
+    lines = wires.gather_lines(w, wire, key)
+    sent = wires.to_lines(x[None], own, wires.folded(key, 2))
     rows, columns = _operand(sent, x, of_x), _operand(lines, w, of_w)
-    sums = product.multiply(rows[:2], columns[:2])
+    sums = block_float.multiply(rows[:2], columns[:2])
     y = (sums * (rows[2][:, None] * columns[2])).astype(x.dtype)
     y = y.reshape(*x.shape[:-1], -1)
     return types.mark_varying(y, axis_name), (sent, lines, residual, key)
@@ -255,17 +255,17 @@ def gather_matmul(  # noqa: PLR0913 - options of users, by keyword
 
   def backward(saved: Any, cotangent: jax.Array) -> tuple[Any, ...]:
     sent, lines, residual, key = saved
-    whole = transport.from_lines(lines, w_shape, of_w)
-    given = transport.from_lines(sent, x_shape, of_x)
+    whole = wires.from_lines(lines, w_shape, of_w)
+    given = wires.from_lines(sent, x_shape, of_x)
     whole, given = (y.astype(x_dtype).reshape(-1, y.shape[-1]) for y in (whole, given))
     flat = cotangent.reshape(-1, cotangent.shape[-1])
-    of_inputs = product.dot(flat, whole, 0).astype(x_dtype).reshape(x_shape)
-    of_whole = product.dot(flat.T, given, 0).astype(w_dtype)
-    later = options.folded(key, 1)
-    of_shard, new = transport.reduce_parts(of_whole, residual, back, later, 0)
+    of_inputs = block_float.dot(flat, whole, 0).astype(x_dtype).reshape(x_shape)
+    of_whole = block_float.dot(flat.T, given, 0).astype(w_dtype)
+    later = wires.folded(key, 1)
+    of_shard, new = wires.reduce_parts(of_whole, residual, back, later, 0)
     return of_inputs, of_shard, new, None
 
-  return options.transposed(forward, backward, x, w, residual, key)
+  return wires.transposed(forward, backward, x, w, residual, key)
 
 
 def _operand(lines: jax.Array, like: jax.Array, codec: protocol.Codec) -> Any:

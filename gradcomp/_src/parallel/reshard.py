@@ -1,6 +1,5 @@
 """``reshard``: a compressed ``jax.reshard``, in a map or on an Explicit mesh."""
 
-import functools
 from typing import Any, Literal, NamedTuple, Required, TypedDict, Unpack, overload
 
 import jax
@@ -11,14 +10,14 @@ from jax.sharding import PartitionSpec as P
 
 from gradcomp._src.codecs import policy, protocol
 from gradcomp._src.floats import dtypes
-from gradcomp._src.mesh import axes, specs, types
-from gradcomp._src.parallel import collectives, options, transport
+from gradcomp._src.mesh import axes, types
+from gradcomp._src.parallel import collectives, wires
 
 
 class _Given(TypedDict, total=False):
   axis_name: axes.AxisName | None
   codec: Required[protocol.LeafCodec]
-  key: options.Key
+  key: wires.Key
   source: P | None
 
 
@@ -40,7 +39,7 @@ def reshard(  # noqa: PLR0913 - options of users, by keyword
   *,
   axis_name: axes.AxisName | None = None,
   codec: protocol.LeafCodec,
-  key: options.Key = None,
+  key: wires.Key = None,
   residual: jax.Array | None = None,
   source: P | None = None,
 ) -> Any:
@@ -84,8 +83,8 @@ def reshard(  # noqa: PLR0913 - options of users, by keyword
   codec = policy.stateless("codec", codec)
   if residual is not None:
     protocol.require_contraction("codec", codec, "`residual=None`")
-  key = options.checked_key(key, codec)
-  x = options.checked_floats(x)
+  key = wires.checked_key(key, codec)
+  x = wires.checked_floats(x)
   if (spec is None) == (axis_name is None):
     raise ValueError(
       "`spec` or `axis_name` must be given, and not both, got "
@@ -94,20 +93,20 @@ def reshard(  # noqa: PLR0913 - options of users, by keyword
   if axis_name is not None:
     named = set(axes.axis_names(axis_name))
   elif isinstance(spec, P):
-    named = set(specs.axes_in(spec))
+    named = set(axes.axes_in(spec))
   else:
     raise TypeError(
       f"`spec` must be a jax.P, got {spec!r}; pass the name of an axis by axis_name=."
     )
   if source is not None:
-    named |= {*specs.axes_in(source), *source.unreduced}
+    named |= {*axes.axes_in(source), *source.unreduced}
   outside = not any(axes.bound_size(name) for name in named)
   given = P(unreduced=named) if source is None else source
   given = types.typed_spec(x) if outside else given
   mesh = jax.typeof(x).sharding.mesh
   if spec is None:
-    cut = specs.names_by_axis(given, x.ndim)
-    spec = specs.spec_of([[x for x in names if x not in named] for names in cut])
+    cut = axes.names_by_axis(given, x.ndim)
+    spec = axes.spec_of([[x for x in names if x not in named] for names in cut])
   move = _move(given, spec, x.ndim, codec)
   if not outside:
     axes.require_size(move.axis_name)
@@ -120,21 +119,20 @@ def reshard(  # noqa: PLR0913 - options of users, by keyword
   else:
     move = move._replace(mesh=mesh)
   if residual is not None:
-    refuse = functools.partial(_refuse, residual.shape)
-    refused = jax.custom_vjp(move.run)
+
+    def refuse(*_: Any) -> Any:
+      raise ValueError(
+        "`residual` must be None where the result is differentiated, because it "
+        f"corrects later calls, after the gradient, got one of the shape {shape}."
+      )
+
+    shape, refused = residual.shape, jax.custom_vjp(move.run)
     refused.defvjp(refuse, refuse)
     return refused(x, key, residual)
   if not outside:
     return move.run(x, key)[0]
   back = lambda key, cotangent: (move.pull(cotangent, key), None)
-  return options.transposed(lambda x, key: (move.run(x, key)[0], key), back, x, key)
-
-
-def _refuse(shape: tuple[int, ...], *_: Any) -> Any:
-  raise ValueError(
-    "`residual` must be None where the result is differentiated, because it corrects "
-    f"later calls, after the gradient, got one of the shape {shape}."
-  )
+  return wires.transposed(lambda x, key: (move.run(x, key)[0], key), back, x, key)
 
 
 class _Move(NamedTuple):
@@ -148,13 +146,13 @@ class _Move(NamedTuple):
   target: P
   mesh: AbstractMesh | None = None  # with Explicit axes; None inside a map
 
-  def run(self, x: jax.Array, key: options.Key, residual: Any = None) -> Any:
+  def run(self, x: jax.Array, key: wires.Key, residual: Any = None) -> Any:
     """Returns the array in the target sharding, and the new residual."""
     if self.mesh is None:
       return self._send(x, key, residual)
-    kept, result = (P(*specs.entries(x)) for x in (self.source, self.target))
+    kept, result = (P(*axes.entries(x)) for x in (self.source, self.target))
     if self.kind != "gather":
-      kept = specs.stack_spec(self.axis_name, kept)
+      kept = axes.stack_spec(self.axis_name, kept)
     # If types are checked, JAX lets only its own sums take addends.
     mapped = jax.shard_map(
       self._send,
@@ -166,27 +164,27 @@ class _Move(NamedTuple):
     x, residual = mapped(x, key, residual)
     return self._cast(x, self.target) if self.target.reduced else x, residual
 
-  def pull(self, cotangent: jax.Array, key: options.Key) -> jax.Array:
+  def pull(self, cotangent: jax.Array, key: wires.Key) -> jax.Array:
     """Returns the cotangent of the argument; of addends it is ``reduced``."""
     names = set(axes.axis_names(self.axis_name))
-    reduced = lambda spec: P(*specs.entries(spec), reduced=names)
+    reduced = lambda spec: P(*axes.entries(spec), reduced=names)
     if self.kind == "sum":
       return self._cast(cotangent, reduced(self.target))
     if self.kind == "gather" and not self.target.reduced:
       return self._cast(cotangent, self.source)
     if self.kind == "gather":
-      source = P(*specs.entries(self.target), unreduced=names)
+      source = P(*axes.entries(self.target), unreduced=names)
       back = self._replace(kind="scatter", source=source, target=self.source)
     else:
       target = reduced(self.source)
       back = self._replace(kind="gather", source=self.target, target=target)
-    return back.run(cotangent, options.folded(key, 1))[0]
+    return back.run(cotangent, wires.folded(key, 1))[0]
 
   def _cast(self, x: jax.Array, spec: P) -> jax.Array:
     assert self.mesh is not None
     return jax.reshard(x, NamedSharding(self.mesh, spec))
 
-  def _send(self, x: jax.Array, key: options.Key, residual: Any = None) -> Any:
+  def _send(self, x: jax.Array, key: wires.Key, residual: Any = None) -> Any:
     """Sends a worker's array and residual; returns the result and the new residual."""
     given: Any = {"axis_name": self.axis_name, "codec": self.codec, "key": key}
     if residual is None and self.kind == "sum":
@@ -198,29 +196,27 @@ class _Move(NamedTuple):
       return collectives.all_gather(x, axis=self.axis, to="invarying", **given), None
     if jnp.iscomplexobj(x):
       raise TypeError(f"`x` must be real where `residual` is given, got {x.dtype}.")
-    wire, key = options.wire(**given)
+    wire, key = wires.wire(**given)
     x, residual = types.mark_varying((x, residual), self.axis_name)
     if self.kind == "scatter":
       old = residual.reshape(x.shape)
-      result, new = transport.reduce_parts(x, old, wire, key, self.axis)
+      result, new = wires.reduce_parts(x, old, wire, key, self.axis)
       return result, new.reshape(residual.shape)
     old = residual.astype(jnp.float32)
     corrected = x.astype(jnp.float32) + old.reshape(x.shape)
     if self.kind == "sum":
       total, parts, own = collectives.total_by_owners(corrected, wire, key)
       result, rest = dtypes.narrowed(total, x.dtype)
-      unsent = transport.loss_of(parts, wire, key)
-      again = transport.loss_of(own[None], wire, collectives.owner_key(wire, key))[0]
+      unsent = wires.loss_of(parts, wire, key)
+      again = wires.loss_of(own[None], wire, collectives.owner_key(wire, key))[0]
       # The owner sends the error of its sum in the next step, like its own.
-      unsent = unsent + jnp.where(transport.mine(wire, unsent), again, 0.0)
+      unsent = unsent + jnp.where(wires.mine(wire, unsent), again, 0.0)
       unsent = unsent.reshape(-1)[: x.size].reshape(x.shape) + rest / wire.size
     else:
-      lines = transport.gather_lines(corrected, wire, key)
-      shards, rest = dtypes.narrowed(
-        transport.gathered(lines, wire, corrected), x.dtype
-      )
-      result = transport.concat(shards, self.axis)
-      unsent = transport.loss_of(corrected[None], wire, key)[0]
+      lines = wires.gather_lines(corrected, wire, key)
+      shards, rest = dtypes.narrowed(wires.gathered(lines, wire, corrected), x.dtype)
+      result = wires.concat(shards, self.axis)
+      unsent = wires.loss_of(corrected[None], wire, key)[0]
       unsent = unsent + rest[lax.axis_index(self.axis_name)]
     unsent = unsent.reshape(old.shape)
     return result, jnp.where(jnp.isfinite(unsent), unsent, old).astype(residual.dtype)
@@ -228,7 +224,7 @@ class _Move(NamedTuple):
 
 def _move(source: P, target: P, ndim: int, codec: protocol.Codec) -> _Move:
   """Returns the collective from one spec to another; ValueError if there is none."""
-  before, after = (specs.names_by_axis(spec, ndim) for spec in (source, target))
+  before, after = (axes.names_by_axis(spec, ndim) for spec in (source, target))
   changed = [i for i in range(len(after)) if before[i : i + 1] != after[i : i + 1]]
   addends, of = frozenset(source.unreduced), (codec, source, target)
   if addends and not target.unreduced:

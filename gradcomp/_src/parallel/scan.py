@@ -1,35 +1,42 @@
 """``scan``: layers in a loop, with gradients that travel while others are computed."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
+from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AxisType, PartitionSpec
+from jax.typing import ArrayLike
 
-from gradcomp._src.codecs.policy import stateless
-from gradcomp._src.codecs.protocol import LeafCodec
-from gradcomp._src.core.state import Kept
+from gradcomp._src.codecs import policy as codec_policy
+from gradcomp._src.codecs import protocol as codecs
+from gradcomp._src.core import border, specs, transform
+from gradcomp._src.core import feedback as feedbacks
+from gradcomp._src.core import state as states
 from gradcomp._src.exchange import auto, protocol
-from gradcomp._src.mesh import axes, closures, place, specs, trees, types
-from gradcomp._src.parallel import options, scan_exchanges, scan_loop
+from gradcomp._src.mesh import axes, shard_maps, study, trees, types
+from gradcomp._src.mesh.agreement import require_agreement
+from gradcomp._src.parallel import scan_loop, wires
 
 _FIRST_OF_SHARDS = (
   "start with gradcomp.parallel.gather_residual of each array, with axis=axis + 1."
 )
 
 
-def scan(  # noqa: PLR0913 - options of users, by keyword
+def scan(  # noqa: C901, PLR0913, PLR0915 - options of users; closures over them
   body: Callable[[Any, Any], tuple[Any, Any]],
   carry: Any,
   layers: Any,
   *,
   axis_name: axes.AxisName,
-  codec: LeafCodec,
+  codec: codecs.LeafCodec,
   exchange: auto.ExchangeName | auto.Auto | protocol.Exchange = "auto",
   axis: int | None = None,
-  params: LeafCodec | None = None,
+  params: codecs.LeafCodec | None = None,
   whole: Any = None,
   backward_axis_name: axes.AxisName | None = None,
   residual: Any = None,
@@ -148,16 +155,16 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
         "encode the layers where you gather them, by gradcomp.parallel.all_gather."
       )
   if axis is None:
-    sending = scan_exchanges.layer_options(axis_name, codec, exchange, keeps=keeps)
-    words = options.checked_key(key, codec, each="step")
-    if isinstance(residual, Kept):
-      residual = Kept(jax.tree.leaves(residual.leaves), residual.owners)
+    sending = scan_loop.layer_options(axis_name, codec, exchange, keeps=keeps)
+    words = wires.checked_key(key, codec, each="step")
+    if isinstance(residual, states.Kept):
+      residual = states.Kept(jax.tree.leaves(residual.leaves), residual.owners)
   else:
-    forward = options.codec_of("params", params)
-    back = stateless("codec", codec, corrected=keeps)
+    forward = wires.codec_of("params", params)
+    back = codec_policy.stateless("codec", codec, corrected=keeps)
     _check_shards(back, exchange, axis_name, inner)
-    words = options.checked_key(key, forward, back)
-    residual = Kept(jax.tree.leaves(residual), {}) if keeps else None
+    words = wires.checked_key(key, forward, back)
+    residual = states.Kept(jax.tree.leaves(residual), {}) if keeps else None
   carry, layers, whole = jax.tree.map(jnp.asarray, (carry, layers, whole))
   words = jnp.zeros(2, jnp.uint32) if words is None else words
   # In plain jax.jit a map over the workers is made here.
@@ -169,7 +176,7 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
     length, layer = first_layer("layers", given.layers, axis_name)
     if axis is None:
       floats, mine = map(trees.trainable, (given.layers, layer))
-      for _, own, got in place.leaves_cut(floats, axis_name, types.varying_axes):
+      for _, own, got in types.leaves_cut(floats, axis_name, types.varying_axes):
         raise ValueError(
           "`layers` must be typed as equal on all workers, or compress would exchange "
           f"their means once more, got {got.str_short(True)}, which differs over "
@@ -177,22 +184,43 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
           "gradcomp.value_and_grad, and take their gradient by jax.grad."
         )
       source = scan_loop.whole_layers(axis_name)
-      sends = scan_exchanges.mean_exchange(sending, mine, is_sum=plain)
+      sends = scan_loop.mean_exchange(sending, mine, is_sum=plain)
     else:
       given = given._replace(layers=types.mark_varying(given.layers, axis_name))
-      wire = options.Wire(axis_name, forward, back, "coded", size)
-      source = scan_exchanges.gathered_layers(wire, axis, inner)
-      sends = scan_exchanges.owner_exchange(wire, axis, layer)
-      layer = scan_exchanges.zeros_of_whole(layer, axis, size)
+      wire = wires.Wire(axis_name, forward, back, "coded", size)
+      source = scan_loop.gathered_layers(wire, axis, inner)
+      sends = scan_loop.owner_exchange(wire, axis, layer)
+      layer = scan_loop.zeros_of_whole(layer, axis, size)
     if whole is not None:
+      floats, wanted = map(trees.trainable, (whole, layer))
+      _, layer = first_layer("whole", whole, axis_name)
       source = scan_loop.whole_layers(axis_name)
-      layer = _first_whole(whole, layer, length, axis_name)
+      want = [(length, *x.shape) for x in jax.tree.leaves(wanted)]
+      got = [x.shape for x in jax.tree.leaves(floats)]
+      structure: Any = jax.tree.structure
+      if structure(floats) != structure(wanted) or got != want:
+        raise ValueError(
+          "`whole` must be a tree like `layers`, with floats of the shapes "
+          f"{want}, got {got}; gather each array by gradcomp.parallel.all_gather, with "
+          "axis=axis + 1."
+        )
     if given.kept is not None:
-      cure = scan_exchanges.FIRST_OF_WHOLE if axis is None else _FIRST_OF_SHARDS
+      cure = scan_loop.FIRST_OF_WHOLE if axis is None else _FIRST_OF_SHARDS
       _check_residual(given.kept, sends.first(), length, cure)
-    function, closed = _with_closed(body, carry, layer)
-    loop = scan_loop.LayerScan(function, policy, axis_name, source, sends, length)
-    return loop(carry, given._replace(closed=closed))
+    trace, result = jax.make_jaxpr(body, return_shape=True)(carry, layer)
+    if not isinstance(result, tuple) or len(result) != 2:
+      raise TypeError(
+        f"`body` must return a pair (carry, y), as for lax.scan, got {result}."
+      )
+    treedef = jax.tree.structure(result)
+
+    def with_closed(closed: Any, carry: Any, layer: Any) -> Any:
+      """Runs the body as a function also of the arrays that it closes over."""
+      run = jaxpr_as_fun(ClosedJaxpr(trace.jaxpr, closed))
+      return jax.tree.unflatten(treedef, run(*jax.tree.leaves((carry, layer))))
+
+    loop = scan_loop.layer_scan(with_closed, policy, axis_name, source, sends, length)
+    return loop(carry, given._replace(closed=trace.consts))
 
   given = scan_loop.Given(None, layers, residual, words, whole)
   if plain:
@@ -200,27 +228,133 @@ def scan(  # noqa: PLR0913 - options of users, by keyword
   return of_worker(body, carry, given)
 
 
-def _with_closed(
-  body: Callable[[Any, Any], Any], carry: Any, layer: Any
-) -> tuple[Callable[..., Any], list[Any]]:
-  """Returns the body as a function also of the arrays that it closes over."""
-  trace, result = jax.make_jaxpr(body, return_shape=True)(carry, layer)
-  if not isinstance(result, tuple) or len(result) != 2:
-    raise TypeError(
-      f"`body` must return a pair (carry, y), as for lax.scan, got {result}."
+def compress_in_scan(
+  codec: codecs.LeafCodec,
+  *,
+  axis_name: axes.AxisName,
+  exchange: auto.ExchangeName | auto.Auto | protocol.Exchange = "auto",
+  feedback: feedbacks.FeedbackName | feedbacks.Feedback | None = "auto",
+  policy: Callable[..., bool] | None = None,
+  key: ArrayLike = 0,
+) -> optax.GradientTransformationExtraArgs:
+  """Returns the exchange of layers in a loop, in place of :func:`gradcomp.compress`.
+
+  Give it the stacked layers alone, by ``optax.partition``. The loss has an argument
+  ``scan``, and calls it once as ``scan(body, carry, layers)``: in
+  :func:`gradcomp.make_train_step` that is :func:`scan` with these options, elsewhere
+  ``jax.lax.scan``. So the layers' gradients reach the optimizer as means, and it
+  returns them as they are. Its state is a :class:`gradcomp.state.ScanState`; call
+  ``init`` inside the map, or under ``jax.set_mesh(mesh)``.
+
+  Args:
+    codec, axis_name, exchange: as for :func:`scan`.
+    feedback: None, ``"error"``, or ``"auto"``: error feedback for biased codecs. With
+      None owners keep nothing either, as with ``TwoShot(feedback=False)``.
+    policy: as for :func:`scan`.
+    key: a seed, or a key, that all workers share. Each step folds in its number.
+
+  Raises:
+    ValueError: as for :func:`scan`; in ``update``, a gradient comes from no scan.
+    TypeError: ``codec`` is no codec, or layers have no real floats.
+
+  Example:
+    >>> tx = compress_in_scan(gradcomp.codecs.Dense(), axis_name="data")
+    >>> optimizer = optax.chain(tx, optax.sgd(0.5))
+    >>> mesh, layers = jax.make_mesh((1,), ("data",)), jnp.array([2.0, 3.0])
+    >>> loss_fn = lambda w, x, scan: scan(lambda x, w: (w * x, None), x[0], w)[0]
+    >>> step = gradcomp.make_train_step(loss_fn, optimizer, axis_name="data", mesh=mesh)
+    >>> layers, _, metrics = step(layers, optimizer.init(layers), jnp.ones(1))
+    >>> metrics["loss"], layers
+    (Array(6., dtype=float32), Array([0.5, 2. ], dtype=float32))
+  """
+  told = dict(locals())
+  axis_name = axes.as_axis_name(axes.axis_names(axis_name))
+  rule = feedbacks.as_feedback(feedback, codec)
+  if rule not in (feedbacks.NoFeedback(), feedbacks.ErrorFeedback()):
+    raise ValueError(
+      '`feedback` must be None, "auto" or "error" for layers in a scan, whose '
+      f"residuals are float32, got {feedback!r}; put momentum after the exchange."
     )
-  treedef = jax.tree.structure(result)
+  keeps = rule.keeps
+  given: Any = {"axis_name": axis_name, "codec": codec, "exchange": exchange}
+  about = LayerScan(scan, policy=policy, **given)
 
-  def of_all(closed: Any, carry: Any, layer: Any) -> Any:
-    run = jaxpr_as_fun(ClosedJaxpr(trace.jaxpr, closed))
-    return jax.tree.unflatten(treedef, run(*jax.tree.leaves((carry, layer))))
+  def init_fn(params: Any) -> states.ScanState:
+    study.note(about, *jax.tree.leaves(params))
 
-  return of_all, trace.consts
+    def first(nothing: states.CompressState) -> states.CompressState:
+      way = scan_loop.layer_options(axis_name, codec, exchange, keeps=True)
+      zeros = scan_loop.zeros_of(params)  # whose values do not matter
+      length, layer = first_layer("layers", zeros, axis_name)
+      kept = scan_loop.mean_exchange(way, layer, is_sum=False).first()
+      stacked = lambda x: jnp.broadcast_to(x, (length, *x.shape))
+      return _with_kept(nothing, jax.tree.map(stacked, kept), params)
+
+    kept: Any = states.CompressState(*[None] * 4)  # type: ignore[arg-type]
+    if keeps:
+      unknown = "how many workers keep a residual"
+      kept = specs.make_own(first, kept, axis_name, unknown)
+    count = jnp.zeros([], jnp.int32)
+    return states.ScanState(kept._replace(count=count, key=states.seed_words(key)))
+
+  def update_fn(
+    updates: Any, state: Any, params: Any = None, *, scan_residual: Any = None, **_: Any
+  ) -> tuple[Any, states.ScanState]:
+    del params
+    states.check_type(state, states.ScanState)
+    if study.is_followed():
+      return updates, state
+    if study.is_study():
+      # Layer after layer, as the scan exchanges them.
+      study.note(("layers", (len(jax.tree.leaves(updates)[0]),)))
+      way = scan_loop.layer_options(axis_name, codec, exchange, keeps=keeps)
+      tx = transform.transformation(way)
+
+      def exchanged(given: Any) -> Any:
+        grads, residual, owners = given
+        own = state.layers._replace(residual=residual, server_residual=owners)
+        return tx.update(grads, own)[0]
+
+      old = state.layers.residual, state.layers.server_residual
+      return lax.map(exchanged, (updates, *old)), state
+    what = "gradcomp.parallel.compress_in_scan"
+    require_agreement(what, told, updates, axis_name)
+    for path, own, _ in types.leaves_cut(updates, axis_name, types.varying_axes):
+      raise ValueError(
+        f"`updates`{path} must be the mean that a scan makes, but it differs between "
+        f"the workers of {own}; take the step by gradcomp.make_train_step, with a loss "
+        "that calls its scan=."
+      )
+    if keeps and scan_residual is None:
+      raise ValueError(
+        "`scan_residual` must be the new residual of the scan with "
+        f"{codec}, got None; take the step by gradcomp.make_train_step, and "
+        "let transformations around this one pass on extra arguments."
+      )
+    kept = scan_residual if keeps else None
+    counted = state.layers._replace(count=optax.safe_increment(state.layers.count))
+    return updates, states.ScanState(_with_kept(counted, kept, updates))
+
+  return border.any_tree(init_fn, update_fn)
+
+
+class LayerScan(functools.partial[tuple[Any, Any]]):
+  """:func:`scan` with its options for layers; each step has a residual and a key."""
+
+
+def _with_kept(
+  state: states.CompressState, kept: states.Kept | None, like: Any
+) -> states.CompressState:
+  """Returns a state with the residual of a scan over layers like these."""
+  if kept is None:
+    return state._replace(residual=None, server_residual=None)
+  residual = jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(kept.leaves))
+  return state._replace(residual=residual, server_residual=kept.owners or None)
 
 
 def _check_shards(back: Any, way: Any, axis_name: axes.AxisName, inner: Any) -> None:
   """Raises ValueError for options with which shards are not sent."""
-  scan_exchanges.refuse_repeats(back, back, "gradient", "")
+  scan_loop.refuse_repeats(back, back, "gradient", "")
   if way != "auto":
     raise ValueError(
       "`exchange` must be left out for layers in shards, whose gradients go to their "
@@ -256,22 +390,7 @@ def first_layer(name: str, layers: Any, axis_name: axes.AxisName) -> tuple[int, 
   return max(lengths), types.mark_varying(layer, axis_name)
 
 
-def _first_whole(layers: Any, like: Any, length: int, axis_name: axes.AxisName) -> Any:
-  """Returns the first of whole layers; ValueError if they do not fit the shards."""
-  _, first = first_layer("whole", layers, axis_name)
-  mine, wanted = map(trees.trainable, (layers, like))
-  want = [(length, *x.shape) for x in jax.tree.leaves(wanted)]
-  got = [x.shape for x in jax.tree.leaves(mine)]
-  structure: Any = jax.tree.structure
-  if structure(mine) != structure(wanted) or got != want:
-    raise ValueError(
-      f"`whole` must be a tree like `layers`, with floats of the shapes {want}, got "
-      f"{got}; gather each array by gradcomp.parallel.all_gather, with axis=axis + 1."
-    )
-  return first
-
-
-def _check_residual(residual: Any, first: Kept, length: int, cure: str) -> None:
+def _check_residual(residual: Any, first: states.Kept, length: int, cure: str) -> None:
   """Raises ValueError for a residual that cannot get the new one as its cotangent."""
   want, got = jax.tree.leaves(first), jax.tree.leaves(residual)
   shapes = [(length, *x.shape) for x in want]
@@ -305,18 +424,18 @@ def _of_parts(
     )
   for x in jax.tree.leaves(given.layers):
     spec = types.typed_spec(x)
-    if any(specs.entries(spec)) or spec.reduced or spec.unreduced:
+    if any(axes.entries(spec)) or spec.reduced or spec.unreduced:
       raise ValueError(
         "`layers` must be typed as whole on each device in plain jax.jit, got "
         f"{jax.typeof(x).str_short(True)}; give it layers without "
         "gradcomp.defer_reduction, or shards, with axis=, in a jax.shard_map over all "
         "axes of the mesh."
       )
-  arrays, with_arrays = closures.arrays_of(parts)
+  arrays, with_arrays = shard_maps.arrays_of(parts)
 
   def own(*own: jax.Array) -> tuple[Any, Any]:
     body, carry, given = with_arrays(own)
-    body = closures.with_note(body, closures.OF_BODY, mesh, names)
+    body = shard_maps.with_note(body, shard_maps.OF_BODY, mesh, names)
     carry, ys = run(body, carry, given)
     for y in jax.tree.leaves(ys):
       if jnp.ndim(y) < 2:

@@ -66,15 +66,14 @@ def citation(optimizer: optax.GradientTransformation) -> str:
       "factory, as gradcomp.qsgd(...)."
     )
   none = ", ".join(dict.fromkeys(without))
-  blocks = [_comments([f"Without a paper: {none}."])] if without else []
-  blocks += [_comments(texts) + bibtex for bibtex, texts in lines.items()]
-  return "\n".join(block.rstrip("\n") + "\n" for block in blocks)
-
-
-def _comments(texts: list[str]) -> str:
-  """Returns texts as comments, each of them once. An ``@`` would begin an entry."""
-  wrapped = (textwrap.wrap(x.replace("@", " at "), 86) for x in dict.fromkeys(texts))
-  return "".join(f"% {line}\n" for lines in wrapped for line in lines)
+  first = {"": [f"Without a paper: {none}."]} if without else {}
+  blocks = []
+  for bibtex, texts in (first | lines).items():
+    # Each text once, as comments. An @ would begin an entry.
+    wrapped = (textwrap.wrap(x.replace("@", " at "), 86) for x in dict.fromkeys(texts))
+    comments = "".join(f"% {line}\n" for part in wrapped for line in part)
+    blocks.append(f"{comments}{bibtex}".rstrip("\n") + "\n")
+  return "\n".join(blocks)
 
 
 def _name(part: Any) -> str:
@@ -99,28 +98,26 @@ def _parts(optimizer: Any) -> Iterator[Any]:
   seen: dict[int, Any] = {}  # holds the objects, so that no other gets their number
   waiting = [optimizer]
   while waiting:
-    part = waiting.pop()
-    if id(part) not in seen:
-      seen[id(part)] = part
-      yield part
-      waiting += reversed(list(_held(part)))
-
-
-def _held(part: Any) -> Iterator[Any]:
-  """Yields the contents of a closure, a container, a partial or a dataclass."""
-  if isinstance(part, types.FunctionType):
-    for cell in part.__closure__ or ():
-      with contextlib.suppress(ValueError):  # a name that its function has not set yet
-        yield cell.cell_contents
-  elif isinstance(part, types.MethodType):
-    yield from (part.__func__, *getattr(part.__self__, "__dict__", {}).values())
-  elif isinstance(part, functools.partial):
-    yield from (part.func, part.args, part.keywords)
-  elif isinstance(part, tuple | list | set | frozenset):
-    yield from part
-  elif isinstance(part, Mapping):
-    yield from part.values()
-  elif dataclasses.is_dataclass(part) and not isinstance(part, type):
-    yield from (getattr(part, field.name) for field in dataclasses.fields(part))
-  elif callable(part) and hasattr(part, "__wrapped__"):
-    yield part.__wrapped__
+    part, held = waiting.pop(), list[Any]()
+    if id(part) in seen:
+      continue
+    seen[id(part)] = part
+    yield part
+    if isinstance(part, types.FunctionType):
+      for cell in part.__closure__ or ():
+        # A name that its function has not set yet has no contents.
+        with contextlib.suppress(ValueError):
+          held.append(cell.cell_contents)
+    elif isinstance(part, types.MethodType):
+      held = [part.__func__, *getattr(part.__self__, "__dict__", {}).values()]
+    elif isinstance(part, functools.partial):
+      held = [part.func, part.args, part.keywords]
+    elif isinstance(part, tuple | list | set | frozenset):
+      held = [*part]
+    elif isinstance(part, Mapping):
+      held = [*part.values()]
+    elif dataclasses.is_dataclass(part) and not isinstance(part, type):
+      held = [getattr(part, field.name) for field in dataclasses.fields(part)]
+    elif callable(part) and hasattr(part, "__wrapped__"):
+      held = [part.__wrapped__]
+    waiting += reversed(held)

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import optax
 
 from gradcomp._src.codecs.protocol import LeafCodec
-from gradcomp._src.core import codec_memory, state
+from gradcomp._src.core import state
 from gradcomp._src.exchange import hierarchical, protocol
-from gradcomp._src.exchange.plan import MessagePlan, owner_shapes
-from gradcomp._src.mesh import axes, platforms, trees, types
+from gradcomp._src.exchange.plan import owner_shapes
+from gradcomp._src.mesh import axes, study, trees, types
 from gradcomp._src.report import reader, tracing, wire_report
 from gradcomp._src.report.collectives import Collective, by_link, plain_bytes, table
 
@@ -132,12 +132,14 @@ class Explanation:
     plain = plain_bytes(elements, self.workers) * bits / 32
     return float(sent / plain) if plain else math.inf if sent else 1.0
 
-  def _sent(self, sent: Fraction | int, elements: int) -> dict[str, str]:
-    """Returns the cells of a table with bytes, and their ratio to plain means."""
-    ratio = lambda bits: f"{self._ratio(sent, elements, bits):.4g}"
-    return {"sent": f"{math.ceil(sent):,}", "/f32": ratio(32), "/bf16": ratio(16)}
-
   def __str__(self) -> str:
+    length = math.lcm(*(leaf.every for leaf in self.leaves))
+    several = len({leaf.every for leaf in self.leaves}) > 1  # lengths of rounds
+
+    def of(sent: Fraction | int, elements: int) -> dict[str, str]:
+      ratio = lambda bits: f"{self._ratio(sent, elements, bits):.4g}"
+      return {"sent": f"{math.ceil(sent):,}", "/f32": ratio(32), "/bf16": ratio(16)}
+
     rows = [
       {
         "leaf": x.path,
@@ -146,16 +148,23 @@ class Explanation:
         "bits": f"{float(x.bits):.4g}",
         "exchange": x.exchange,
         "message": str(x.message),
-        **self._sent(x.bytes_sent, x.elements),
+        **of(x.bytes_sent, x.elements),
         "slots": "" if x.slots is None else f"{x.slots:,}",
         "used": "" if None in (x.slots, x.used) else f"{x.used:,.0f}",
-        "every": str(x.every) * (len(self._rounds) > 1),
+        "every": str(x.every) * several,
         "rule": x.rule,
       }
       for x in self.leaves
     ]
-    total = {"leaf": "total", **self._sent(self.bytes_sent, self._elements)}
-    lines = table([*rows, total]) + self._when()
+    lines = table([*rows, {"leaf": "total", **of(self.bytes_sent, self._elements)}])
+    when = "a step" if length == 1 else f"a round of {length} steps"
+    sends = f"sends {'in a step that sends all' if several else when}"
+    lines.append(f"Bytes that each of {self.workers} workers {sends}.")
+    lines[-1] += " It receives as many."
+    if length > 1:
+      bits = 8 * self.bytes_per_step / max(self._elements, 1)
+      sent = f"In {when} it sends {math.ceil(length * self._per_step):,}. " * several
+      lines.append(f"{sent}That is {bits:.3g} bits a parameter and step.")
     lines += dict.fromkeys(f"{leaf.exchange}: {leaf.reason}." for leaf in self.leaves)
     if self.bytes_inside:
       lines.append(
@@ -180,24 +189,6 @@ class Explanation:
         "optimizer.init knows the workers."
       )
     return "\n".join(lines)
-
-  @property
-  def _rounds(self) -> set[int]:
-    """The lengths of the rounds: a leaf with length n is sent in one of n steps."""
-    return {leaf.every for leaf in self.leaves} or {1}
-
-  def _when(self) -> list[str]:
-    """Describes in words the steps that send, and the bits an element of each."""
-    length, several = math.lcm(*self._rounds), len(self._rounds) > 1
-    bits = 8 * self.bytes_per_step / max(self._elements, 1)
-    when = "a step" if length == 1 else f"a round of {length} steps"
-    when = "in a step that sends all" if several else when
-    first = f"Bytes that each of {self.workers} workers sends {when}."
-    rest = f"That is {bits:.3g} bits a parameter and step."
-    if several:
-      sent = f"{math.ceil(length * self._per_step):,}"
-      rest = f"In a round of {length} steps it sends {sent}. {rest}"
-    return [f"{first} It receives as many.", *([rest] * (length > 1))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,7 +298,7 @@ def explain(
       "`args` must be the parameters of an optimizer, or the arguments of a function, "
       f"which has no opt_state=, got {len(args)} and {optimizer!r}."
     )
-  with platforms.planned_for(platform):
+  with study.planned_for(platform):
     if is_function:
       return _passes(optimizer, args, workers)
     transformations = tracing.study(optimizer, args[0], workers).found
@@ -324,21 +315,27 @@ def explain(
     if states and found.state is not None:
       one = states[found.state]
       forgets |= bool(owned) and one.server_residual is None
-      used = codec_memory.used_by_leaf(plan, one.memory) if one.memory else {}
+      used = state.used_by_leaf(plan, one.memory) if one.memory else {}
     if found.inside:
       between += sum(found.by_leaf) - found.inside
       # A plain mean that adds inside groups first sends an nth of all elements.
       elements = math.prod(found.layers) * sum(leaf.size for leaf in plan.leaves)
       mean_between += plain_bytes(elements, found.sizes[0]) / found.sizes[1]
     own: dict[int, LeafPlan] = {}
+    sent = [Fraction(0)] * len(plan.messages)
     for x in found.collectives:
       collectives.append(dataclasses.replace(x, message=number + x.message))
-      filling += x.times * x.exact_bytes_sent * _filled(plan.messages[x.message], plan)
-    for message in plan.messages:
-      if isinstance(message.exchange, hierarchical.Hierarchical):
+      sent[x.message] += x.times * x.exact_bytes_sent
+    for message, size in zip(plan.messages, sent, strict=True):
+      layout, exchange = message.layout, message.exchange
+      if isinstance(exchange, hierarchical.Hierarchical):
         axes.check_both(plan.axis_name, workers)
-      layout = message.layout
-      work = message.exchange.work(found.sizes, plain=layout.plain)
+      if exchange.way not in ("gathered", "reduced") and layout.nbytes:
+        # Rows of matrices are filled up to shares.
+        pairs = zip(layout.rows, layout.codecs, strict=True)
+        more = sum(4 * (-rows % plan.workers) * x.row_words for rows, x in pairs)
+        filling += size * Fraction(more, layout.nbytes + more)
+      work = exchange.work(found.sizes, plain=layout.plain)
       for i, like, slot in zip(message.leaves, layout.like, layout.slots, strict=True):
         codec = layout.codecs[slot.group]
         share = Fraction(like.size, plan.leaves[i].size) if like.size else 1
@@ -348,7 +345,7 @@ def explain(
           shape=(*found.layers, *plan.leaves[i].shape),
           codec=plan.codecs[i],
           bits=bits + (own[i].bits if i in own else 0),
-          exchange=message.exchange.name,
+          exchange=exchange.name,
           message=number,
           bytes_sent=found.by_leaf[i],
           reason=message.reason,
@@ -408,13 +405,3 @@ def _passes(
   report = lambda found: wire_report.WireReport(by_link(found), axes=tuple(sizes))
   # JAX computes a function before its gradient, which may send some of it once more.
   return Directions(report(there), report(both[len(there) :]))
-
-
-def _filled(message: protocol.Message, plan: MessagePlan) -> Fraction:
-  """Returns the part of a message that fills up the rows of its matrices to shares."""
-  layout = message.layout
-  if message.exchange.way in ("gathered", "reduced") or not layout.nbytes:
-    return Fraction(0)
-  pairs = zip(layout.rows, layout.codecs, strict=True)
-  filling = sum(4 * (-rows % plan.workers) * codec.row_words for rows, codec in pairs)
-  return Fraction(filling, layout.nbytes + filling)

@@ -73,15 +73,11 @@ class Instruction(NamedTuple):
 
 
 class Computation(tuple[Instruction, ...]):
-  """The instructions of a computation; ``others``: the module's ones, by name."""
+  """The instructions of a computation, and all of its module, by their names."""
 
   name: str
+  named: dict[str, Instruction]
   others: Mapping[str, "Computation"]
-
-  @functools.cached_property
-  def named(self) -> dict[str, Instruction]:
-    """The instructions by their names."""
-    return {x.name: x for x in self}
 
   @functools.cached_property
   def readers(self) -> dict[str, list[int]]:
@@ -101,9 +97,9 @@ class Computation(tuple[Instruction, ...]):
     """Returns the computations that an instruction calls."""
     return [self.others[name] for name in x.called]
 
-  def behind(self, name: str | None, views: Container[str]) -> Instruction | None:
+  def behind(self, name: str, views: Container[str]) -> Instruction | None:
     """Returns the source of a value, before instructions with these opcodes."""
-    found = self.named.get(name or "")
+    found = self.named.get(name)
     while found is not None and found.opcode in views and found.operands:
       found = self.named.get(found.operands[0])
     return found
@@ -131,9 +127,19 @@ def read_module(text: str) -> Module:
     is_entry, name = head.groups()
     if name in computations:
       raise unreadable("one computation of a name", name)
-    computations[name] = body = Computation(_instructions(name, lines))
-    body.name, body.others = name, computations
     entries += [name] * bool(is_entry)
+    found: dict[str, Instruction] = {}
+    for line in lines:
+      if found and _END.fullmatch(line):
+        break
+      x = _instruction(line)
+      if x.name in found:
+        raise unreadable("one instruction of a name", x.name)
+      found[x.name] = x
+    else:
+      raise unreadable("instructions in computations that end", name)
+    computations[name] = body = Computation(found.values())
+    body.name, body.named, body.others = name, found, computations
   if not header or len(entries) != 1:  # a text without ENTRY may have lost its end
     raise unreadable("one HloModule with one ENTRY", text[:40].strip())
   for x in itertools.chain(*computations.values()):
@@ -141,6 +147,11 @@ def read_module(text: str) -> Module:
       raise unreadable("every computation that it calls", missing.pop())
   _, *attributes = _parts(_NEEDLESS.sub(r"\1", header))
   return Module(_attributes(attributes), computations, entries[0])
+
+
+def integers(text: str) -> list[int]:
+  """Returns the numbers in a text."""
+  return [int(x) for x in re.findall(r"\d+", text)]
 
 
 def unreadable(rule: str, got: str) -> ValueError:
@@ -151,43 +162,35 @@ def unreadable(rule: str, got: str) -> ValueError:
   )
 
 
-def _instructions(computation: str, lines: Iterator[str]) -> Iterator[Instruction]:
-  """Yields the instructions of a computation, up to the brace that closes it."""
-  names = set[str]()
-  for line in lines:
-    if names and _END.fullmatch(line):
-      return
-    match = _INSTRUCTION.fullmatch(line)
-    call, *attributes = _parts(_NEEDLESS.sub(r"\1", match[3])) if match else [""]
-    made = _CALL.fullmatch(call)
-    if match is None or made is None:
-      raise unreadable("one instruction a line, as compiled.as_text()", line)
-    (root, name, _), (type_, opcode, inside) = match.groups(), made.groups()
-    arguments = (inside,) if opcode == "constant" else tuple(_parts(inside))
-    known = _attributes(attributes)
-    read = () if opcode in ("constant", "parameter") else arguments
-    operands = tuple(x.split()[-1].removeprefix("%") for x in read)
-    if not all(map(_NAME.fullmatch, operands)):
-      raise unreadable("each instruction by itself", line)
-    if name in names:
-      raise unreadable("one instruction of a name", name)
-    names.add(name)
-    scope = _SCOPE.search(known.get("metadata", ""))
-    yield Instruction(
-      name=name,
-      type=type_,
-      opcode=opcode,
-      base=opcode.removesuffix("-start"),
-      arguments=arguments,
-      operands=operands,
-      attributes=known,
-      calls={x: tuple(_NAME.findall(known[x])) for x in known if x in _CALLING},
-      op_name=scope[1][1:-1] if scope else "",
-      backend_config=known.get("backend_config", ""),
-      hints=known.get("frontend_attributes", ""),
-      is_root=root is not None,
-    )
-  raise unreadable("instructions in computations that end", computation)
+def _instruction(line: str) -> Instruction:
+  """Returns the instruction of a line."""
+  match = _INSTRUCTION.fullmatch(line)
+  call, *attributes = _parts(_NEEDLESS.sub(r"\1", match[3])) if match else [""]
+  made = _CALL.fullmatch(call)
+  if match is None or made is None:
+    raise unreadable("one instruction a line, as compiled.as_text()", line)
+  (root, name, _), (type_, opcode, inside) = match.groups(), made.groups()
+  arguments = (inside,) if opcode == "constant" else tuple(_parts(inside))
+  known = _attributes(attributes)
+  read = () if opcode in ("constant", "parameter") else arguments
+  operands = tuple(x.split()[-1].removeprefix("%") for x in read)
+  if not all(map(_NAME.fullmatch, operands)):
+    raise unreadable("each instruction by itself", line)
+  scope = _SCOPE.search(known.get("metadata", ""))
+  return Instruction(
+    name=name,
+    type=type_,
+    opcode=opcode,
+    base=opcode.removesuffix("-start"),
+    arguments=arguments,
+    operands=operands,
+    attributes=known,
+    calls={x: tuple(_NAME.findall(known[x])) for x in known if x in _CALLING},
+    op_name=scope[1][1:-1] if scope else "",
+    backend_config=known.get("backend_config", ""),
+    hints=known.get("frontend_attributes", ""),
+    is_root=root is not None,
+  )
 
 
 def _attributes(parts: list[str]) -> dict[str, str]:

@@ -2,18 +2,54 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+import re
 from typing import Any
 
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from gradcomp._src.report import collectives as sent
-from gradcomp._src.report import hlo, wire_report
-from gradcomp._src.report.hlo_text import Computation, Instruction, unreadable
-from gradcomp._src.report.work import Work, Works
+from gradcomp._src.report import hlo, hlo_text, wire_report
+from gradcomp._src.report.hlo_text import Computation, Instruction, integers
 
+_SUMMED = re.compile(r'"lhs_contracting_dimensions":(\[[^]]*\])')  # of cuBLAS
+_CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
+# These name, hold or order values, or move them beside what computes.
+_IDLE = frozenset(
+  "add-dependency after-all bitcast constant domain get-tuple-element infeed "
+  "opt-barrier outfeed parameter partition-id recv replica-id send tuple".split()
+)
+# So do these custom calls, on TPUs.
+_IDLE_CALLS = frozenset(
+  "AllocateBuffer AsyncCollectiveDone AsyncCollectiveStart ConcatBitcast "
+  "PrepareAsyncCallDone PrepareAsyncCallStart Sharding SliceId".split()
+)
+_PARTS = frozenset({"dynamic-slice", "gather", "slice"})  # they read what they return
+
+_Counts = tuple[int, ...]  # flops, cycles and bytes
 _Held = dict[str, tuple[int, ...]]  # where in nested tuples a value is, by its holders
 _Run = tuple[Computation, Instruction]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+  """An instruction that computes, with all that it calls.
+
+  Attributes:
+    name: the name of the instruction in the program.
+    opcode: the HLO opcode, such as ``"fusion"``, ``"dot"`` or ``"while"``.
+    flops: the floating-point operations of matrix products and convolutions, two for
+      each product that is added; 0 for other work.
+    cycles: the compiler's estimate, which is in programs for TPUs; else 0.
+    bytes: the bytes of all arrays that it reads and writes.
+  """
+
+  name: str
+  opcode: str
+  flops: int
+  cycles: int
+  bytes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,23 +126,20 @@ class OverlapReport:
     if not self.collectives:
       return "\n".join(["The program has no collectives.", *unseen])
     timed = any(x.cycles for x in self.collectives)  # by a TPU's compiler
-    lines = sent.table([_row(x, timed) for x in self.collectives])
-    count = sum(x.exposed for x in self.collectives)
-    lines.append(
-      f"Exposed: {count} of {len(self.collectives)} collectives, "
-      f"{self.exposed_share:.3g} of {self.bytes_sent:,} bytes."
+    rows = []
+    for x in self.collectives:
+      products = sum(work.flops > 0 for work in x.beside)
+      pairs = ("product", products), ("other", len(x.beside) - products)
+      counts = [f"{n} {name}{'s' * (n > 1)}" for name, n in pairs if n]
+      seen = "synchronous" if x.synchronous else "exposed" if x.exposed else ""
+      work = {"beside it": seen or ", ".join(counts), "Gflop": f"{x.flops / 1e9:.4g}"}
+      cycles = f"{x.cycles / 1e3:.4g}" if timed else ""
+      rows.append(sent.cells(x.collective, **work, kcycles=cycles))
+    told = (
+      f"Exposed: {sum(x.exposed for x in self.collectives)} of {len(rows)} "
+      f"collectives, {self.exposed_share:.3g} of {self.bytes_sent:,} bytes."
     )
-    return "\n".join([*lines, *unseen, *self.hints])
-
-
-def _row(x: Overlap, timed: bool) -> dict[str, str]:
-  products = sum(work.flops > 0 for work in x.beside)
-  pairs = ("product", products), ("other", len(x.beside) - products)
-  counts = [f"{n} {name}{'s' * (n > 1)}" for name, n in pairs if n]
-  seen = "synchronous" if x.synchronous else "exposed" if x.exposed else ""
-  work = {"beside it": seen or ", ".join(counts), "Gflop": f"{x.flops / 1e9:.4g}"}
-  cycles = f"{x.cycles / 1e3:.4g}" if timed else ""
-  return sent.cells(x.collective, **work, kcycles=cycles)
+    return "\n".join([*sent.table(rows), told, *unseen, *self.hints])
 
 
 def overlap_report(
@@ -154,30 +187,29 @@ def overlap_report(
       "`program` must be scheduled, with is_scheduled=true in the first line of its "
       "text, got one without; pass jax.jit(step).lower(...).compile(), or its text."
     )
-  works, overlaps = Works(), list[Overlap]()
+  overlaps, flags = list[Overlap](), dict[str, str]()
+  known: Any = {}
   for collective, _, _, path in found.collectives:
     between = _beside(path)
-    beside = tuple(filter(None, itertools.starmap(works.of, between or ())))
-    given: Any = {"collective": collective, "synchronous": between is None}
-    overlaps.append(Overlap(**given, beside=beside))
-  hints = _hints(overlaps, [path[-1] for *_, path in found.collectives])
-  return OverlapReport(tuple(overlaps), found.unseen, tuple(hints))
-
-
-def _hints(found: Sequence[Overlap], places: Sequence[hlo.Step]) -> Iterator[str]:
-  """Yields sentences on flags of the compiler that made a program."""
-  told: dict[str, str] = {}
-  for overlap, (body, number) in zip(found, places, strict=True):
-    x, one, kind = body[number], overlap.collective, overlap.collective.kind
+    works = (work_of(*place, known) for place in between or ())
+    beside = tuple(filter(None, works))
+    given: Any = {"collective": collective, "beside": beside}
+    one = Overlap(**given, synchronous=between is None)
+    overlaps.append(one)
+    (body, number), kind = path[-1], collective.kind
+    x = body[number]
     on_tpu = ":T(" in x.type  # its tiles
     on_gpu = '"collective_backend_config"' in x.backend_config
-    if kind == "all-to-all" and overlap.synchronous and on_tpu:
-      told[kind] = "'xla_tpu_enable_async_all_to_all': True"
-    if kind == "all-gather" and overlap.exposed and len(one.operands) > 1 and on_gpu:
-      told[kind] = "'xla_gpu_all_gather_combine_threshold_bytes': 1"
-  for kind in sorted(told, reverse=True):
-    options = f"compile(compiler_options={{{told[kind]}}})"
-    yield f"{options} lets the compiler start each {kind} early."
+    if kind == "all-to-all" and one.synchronous and on_tpu:
+      flags[kind] = "'xla_tpu_enable_async_all_to_all': True"
+    if kind == "all-gather" and one.exposed and len(collective.operands) > 1 and on_gpu:
+      flags[kind] = "'xla_gpu_all_gather_combine_threshold_bytes': 1"
+  hints = (
+    f"compile(compiler_options={{{flags[kind]}}}) lets the compiler start each {kind} "
+    "early."
+    for kind in sorted(flags, reverse=True)
+  )
+  return OverlapReport(tuple(overlaps), found.unseen, tuple(hints))
 
 
 def _beside(path: hlo.Path) -> list[_Run] | None:
@@ -191,7 +223,14 @@ def _beside(path: hlo.Path) -> list[_Run] | None:
     around = path[depth - 2][0][path[depth - 2][1]].opcode if depth > 1 else ""
     ends_itself = x.opcode == "send" and not around.endswith("-start")
     if x.opcode.endswith("-start") or ends_itself:
-      return list(_until_done(path[:depth]))
+      # The end of a send is in its receive, if there is one.
+      received = (y for y in body if y.opcode == "recv" and y.meeting == x.meeting)
+      end = next(received, x) if x.opcode == "send" else x
+      rest = (*path[: depth - 1], (body, number + 1))
+      done, found = _until_done(rest, {end.name: ()}, set())
+      if not done:
+        raise hlo_text.unreadable("a -done for each -start", x.name)
+      return found
     if chain := _chain(body, x):  # from the first fusion of the chain to its last
       links = [i for i, y in enumerate(body) if _chain(body, y) == chain]
       return [(body, y) for y in body[links[0] + 1 : links[-1]]]
@@ -204,34 +243,13 @@ def _chain(body: Computation, x: Instruction) -> list[str]:
   return next((y.chains for y in inner if y.opcode in sent.SHARE_SENT and y.chains), [])
 
 
-def _until_done(path: hlo.Path) -> Iterator[_Run]:
-  """Yields all that runs from a start on, also in the next trips of a loop."""
-  *callers, (body, number) = path
-  start, trips = body[number], set[tuple[str, tuple[int, ...]]]()
-  # The end of a send is in its receive, if there is one.
-  received = (x for x in body if x.opcode == "recv" and x.meeting == start.meeting)
-  end = next(received, start) if start.opcode == "send" else start
-  held: _Held = {end.name: ()}
-  first = number + 1
-  while True:
-    done, found = _run(body, first, held)
-    yield from found
-    if done:
-      return
-    if body.root.name not in held or not callers:
-      raise unreadable("a -done for each -start", start.name)
-    value, (around, number) = held[body.root.name], callers[-1]
-    if around[number].opcode == "while" and (body.name, value) not in trips:
-      trips.add((body.name, value))
-      held, first = {_parameter(body, 0): value}, 0
-    else:
-      callers.pop()
-      body, held, first = around, {around[number].name: value}, number + 1
-
-
-def _run(body: Computation, first: int, held: _Held) -> tuple[bool, list[_Run]]:
-  """Returns whether the end is in a computation, and all before it."""
-  # `held` has the places of the start's value in others, and gets new ones.
+def _until_done(
+  path: hlo.Path, held: _Held, trips: set[Any]
+) -> tuple[bool, list[_Run]]:
+  """Returns whether the end of a start comes, and all that runs from here to there."""
+  # `held` has the places of the start's value in others, and gets new ones. Behind the
+  # end of a computation its callers go on, a loop with the next of its `trips`.
+  *callers, (body, first) = path
   found: list[_Run] = []
   for x in body[first:]:
     number = next((i for i, y in enumerate(x.operands) if y in held), -1)
@@ -248,17 +266,125 @@ def _run(body: Computation, first: int, held: _Held) -> tuple[bool, list[_Run]]:
     elif x.opcode in ("while", "call"):
       callee = body.others[x.calls["body" if x.opcode == "while" else "to_apply"][0]]
       inside = {_parameter(callee, number): value}
-      done, around = _run(callee, 0, inside)
+      done, more = _until_done(((callee, 0),), inside, trips)
       if done:
-        return True, found + around
+        return True, found + more
       if callee.root.name in inside:
         held[x.name] = inside[callee.root.name]
     else:
       held[x.name] = value
     found.append((body, x))
-  return False, found
+  if not callers or body.root.name not in held:
+    return False, found
+  value, (around, number) = held[body.root.name], callers[-1]
+  rest, held = (*callers[:-1], (around, number + 1)), {around[number].name: value}
+  if around[number].opcode == "while" and (body.name, value) not in trips:
+    trips.add((body.name, value))
+    rest, held = (*callers, (body, 0)), {_parameter(body, 0): value}
+  done, more = _until_done(rest, held, trips)
+  return done, found + more
 
 
 def _parameter(body: Computation, number: int) -> str:
   given = (x for x in body if x.opcode == "parameter")
   return next(x.name for x in given if x.arguments[0] == str(number))
+
+
+# XLA's own analysis, which compiled.cost_analysis() shows, has sums of a whole program,
+# and none of a text. These are its rules for one instruction; a test compares both.
+
+
+def work_of(
+  body: Computation, x: Instruction, known: dict[str, _Counts]
+) -> Work | None:
+  """Returns the work of an instruction, None if it has none; ``known`` gets sums."""
+  flops, cycles, size = _counts(body, x, known)
+  work = Work(name=x.name, opcode=x.opcode, flops=flops, cycles=cycles, bytes=size)
+  return work if size else None
+
+
+def _counts(body: Computation, x: Instruction, known: dict[str, _Counts]) -> _Counts:
+  """Returns the counts of an instruction, and of all that it calls."""
+  added = lambda counts: tuple(map(sum, zip(*counts, strict=True)))
+
+  def inside(called: Computation) -> _Counts:
+    if called.name not in known:  # each is counted once
+      known[called.name] = added(_counts(called, y, known) for y in called)
+    return known[called.name]
+
+  if x.opcode == "while":
+    trips, (loop,) = hlo.trip_count(x, body), x.calls["body"]
+    return tuple(n * (1 if trips is None else trips) for n in inside(body.others[loop]))
+  if x.opcode == "conditional":  # it runs one; the dearest is an upper bound
+    return max(map(inside, body.called(x)))
+  if x.opcode in ("call", "async-start", "call-start"):
+    return added(map(inside, body.called(x)))
+  if _is_idle(x) or x.opcode.endswith(("-start", "-update", "-done")):
+    return 0, 0, 0
+  cycles = int(match[1]) if (match := _CYCLES.search(x.backend_config)) else 0
+  if x.opcode == "fusion":
+    fused = body.called(x)
+    return sum(inside(y)[0] for y in fused), cycles, _fused_bytes(fused[0])
+  types = [body.named[y].type if y in body.named else "" for y in x.operands]
+  read = [x.type] if x.opcode in _PARTS else types
+  return _flops(x, types), cycles, sum(map(_bytes, [*read, x.type]))
+
+
+def _fused_bytes(body: Computation) -> int:
+  """Returns the bytes that a fusion reads and writes."""
+  # Operands and results have more: a fusion reads a slice of an array, writes a part of
+  # one in place, and hands on the buffers of a collective that is on its way.
+  size, root = 0, body.root
+  counts = lambda x: x.opcode == "bitcast" or not _is_idle(x)
+  for x in body:
+    if x.opcode == "parameter":
+      readers = filter(counts, (body[i] for i in body.readers[x.name]))
+      parts = (_bytes(y.type if y.opcode in _PARTS else x.type) for y in readers)
+      size += min(_bytes(x.type), sum(parts))
+  for x in [body.named[y] for y in root.operands] if root.opcode == "tuple" else [root]:
+    if x.opcode == "dynamic-update-slice":
+      size += _bytes(body.named[x.operands[1]].type)
+    elif counts(x):
+      size += _bytes(x.type)
+  return size
+
+
+def _is_idle(x: Instruction) -> bool:
+  target = x.attributes.get("custom_call_target", "").strip('"')
+  return x.opcode in _IDLE or x.opcode in sent.SHARE_SENT or target in _IDLE_CALLS
+
+
+def _bytes(type_: str) -> int:
+  """Returns the bytes of all arrays in the text of a type."""
+  found = hlo_text.ARRAY.findall(type_)
+  return sum(-(-sent.BITS.get(x, 0) // 8) * math.prod(integers(y)) for x, y, _ in found)
+
+
+def _flops(x: Instruction, types: list[str]) -> int:
+  """Returns two for each product that a dot, a convolution or a library's adds."""
+  first = lambda text: next(iter(hlo_text.ARRAY.findall(text)), ("", ""))[1]
+  shape, *operands = (integers(first(text)) for text in (x.type, *types))
+  if x.opcode != "convolution":
+    summed = x.attributes.get("lhs_contracting_dims", "")
+    match = _SUMMED.search(x.backend_config)
+    if x.opcode != "dot" and not match:
+      return 0
+    axes = integers(match[1] if match else summed)
+    return 2 * math.prod(shape) * math.prod(operands[0][axis] for axis in axes)
+  # XLA writes matrix products for TPUs as convolutions. A batch has a window over its
+  # axis with padding in all places except one. Products with padding do not count.
+  labels, kernel, result = re.split(r"_|->", x.attributes["dim_labels"])
+  at = lambda shape, names, name: shape[names.index(name)]
+  left, right = operands
+  products = at(right, kernel, "i") * at(shape, result, "b") * at(shape, result, "f")
+  window = dict(re.findall(r"(\w+)=([\w\-]+)", x.attributes.get("window", "")))
+  for axis in filter(str.isdigit, labels):
+    own = {name: text.split("x")[int(axis)] for name, text in window.items()}
+    stride, dilation = int(own.get("stride", 1)), int(own.get("rhs_dilate", 1))
+    padding, spread = own.get("pad", "0").partition("_")[0], own.get("lhs_dilate", 1)
+    kernels = np.arange(at(right, kernel, axis)) * dilation - int(padding)
+    places = np.arange(at(shape, result, axis))[:, None] * stride + kernels
+    last = (at(left, labels, axis) - 1) * int(spread)
+    inside = (places >= 0) & (places <= last) & (places % int(spread) == 0)
+    products *= int(np.sum(inside))
+  return 2 * products

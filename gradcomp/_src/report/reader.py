@@ -47,50 +47,49 @@ def traced(
 
 def events(jaxpr: Jaxpr) -> list[Event]:
   """Returns the notes and collectives of a function, and of those that it calls."""
-  return _events(jaxpr, {}, Place(), set(), itertools.count())
+  quiet, conds = set[int](), itertools.count()  # functions without events, conditionals
 
-
-def _events(
-  jaxpr: Jaxpr, states: dict[Var, int], around: Place, quiet: set[int], conds: Any
-) -> list[Event]:
-  """Returns the events of a function at a place, where ``quiet`` ones have none."""
-  # `states` are the counts of states, by variables, and `conds` counts conditionals.
-  result: list[Event] = []
-  for equation in jaxpr.eqns:
-    name, params = equation.primitive.name.removesuffix("_invariant"), equation.params
-    is_event = equation.primitive is NOTE or name in collectives.KINDS
-    called = [] if is_event else [*functions(equation)]
-    inside = [(i, x) for i, x in enumerate(called) if id(x) not in quiet]
-    if not is_event and not inside:
-      continue
-    known = [None if isinstance(x, Literal) else states.get(x) for x in equation.invars]
-    here = around._replace(
-      scope=f"{around.scope}/{equation.source_info.name_stack}".strip("/"),
-      times=around.times * params.get("length", 1),  # of a loop
-      in_loop=around.in_loop or name in ("scan", "while"),
-      trips_unknown=around.trips_unknown or name == "while",
-    )
-    if is_event and isinstance(params.get("about"), int):
-      states[equation.outvars[0]] = params["about"]
-    elif is_event:
-      result.append(Event(equation, here, known[0] if known else None))
-    conditional = f"cond.{next(conds)}" if name == "cond" else ""
-    found: list[list[Event]] = []
-    for i, part in inside:
+  def walk(jaxpr: Jaxpr, states: dict[Var, int], around: Place) -> list[Event]:
+    """Returns the events of a function at a place, by the variables of counts."""
+    result: list[Event] = []
+    for equation in jaxpr.eqns:
+      name, params = equation.primitive.name.removesuffix("_invariant"), equation.params
+      is_event = equation.primitive is NOTE or name in collectives.KINDS
+      called = [] if is_event else [*functions(equation)]
+      inside = [(i, x) for i, x in enumerate(called) if id(x) not in quiet]
+      if not is_event and not inside:
+        continue
+      args = equation.invars
+      known = [None if isinstance(x, Literal) else states.get(x) for x in args]
+      here = around._replace(
+        scope=f"{around.scope}/{equation.source_info.name_stack}".strip("/"),
+        times=around.times * params.get("length", 1),  # of a loop
+        in_loop=around.in_loop or name in ("scan", "while"),
+        trips_unknown=around.trips_unknown or name == "while",
+      )
+      if is_event and isinstance(params.get("about"), int):
+        states[equation.outvars[0]] = params["about"]
+      elif is_event:
+        result.append(Event(equation, here, known[0] if known else None))
+      conditional = f"cond.{next(conds)}" if name == "cond" else ""
+      found: list[list[Event]] = []
+      for i, part in inside:
+        if conditional:
+          branch = conditional, i, len(called)
+          here = here._replace(branches=(*around.branches, branch))
+        # A function takes the last arguments of its equation.
+        pairs = zip(reversed(part.invars), reversed(known), strict=False)
+        inner = {x: number for x, number in pairs if number is not None}
+        if not (its := walk(part, inner, here)):
+          quiet.add(id(part))
+        found.append(its)
       if conditional:
-        branch = conditional, i, len(called)
-        here = here._replace(branches=(*around.branches, branch))
-      # A function takes the last arguments of its equation.
-      pairs = zip(reversed(part.invars), reversed(known), strict=False)
-      inner = {x: number for x, number in pairs if number is not None}
-      found.append(_events(part, inner, here, quiet, conds))
-      if not found[-1]:
-        quiet.add(id(part))
-    if name == "cond":
-      *others, last = list(filter(None, found)) or [[]]
-      found = [*([x._replace(shown=False) for x in other] for other in others), last]
-    result += itertools.chain(*found)
-  return result
+        *others, last = list(filter(None, found)) or [[]]
+        found = [*([x._replace(shown=False) for x in y] for y in others), last]
+      result += itertools.chain(*found)
+    return result
+
+  return walk(jaxpr, {}, Place())
 
 
 def functions(equation: JaxprEqn) -> Iterator[Jaxpr]:

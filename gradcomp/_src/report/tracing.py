@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from gradcomp._src.core.inputs import stand_ins
+from gradcomp._src.core.border import stand_ins
 from gradcomp._src.core.state import is_state
 from gradcomp._src.exchange.layout import Layout
 from gradcomp._src.exchange.plan import MessagePlan, own_axes
 from gradcomp._src.exchange.protocol import Message
 from gradcomp._src.mesh import axes as mesh_axes
-from gradcomp._src.mesh import platforms, trees
 from gradcomp._src.mesh import study as studies
+from gradcomp._src.mesh import trees
 from gradcomp._src.report import reader
 from gradcomp._src.report.collectives import Collective, span
 
@@ -95,7 +95,7 @@ def study_in(
     kept = {}
   while True:
     # A study depends on this and on the optimizer alone.
-    place = jnp.result_type(float), platforms.platform()
+    place = jnp.result_type(float), studies.platform()
     key = treedef, like, tuple(now.items()), order, axes, place
     found = kept.get(key)
     if found is None:

@@ -81,7 +81,7 @@ class WireReport:
     def ratio(taken: dict[str, int]) -> float:
       agrees = lambda branch: taken.get(branch[0], branch[1]) == branch[1]
       kept = (x for x in self.collectives if all(map(agrees, x.branches)))
-      return self._ratio(dataclasses.replace(self, collectives=tuple(kept)).bytes_sent)
+      return self._ratio(sent.dearest(kept))
 
     found: dict[str, tuple[float, ...]] = {}
     for x in self.collectives:
@@ -98,57 +98,49 @@ class WireReport:
     if not self.collectives:
       none = "The program has no collectives"
       return f"{none}. {unseen}" if self.unseen else f"{none}: it sends nothing."
-    rows = [*map(_row, self.collectives)]
-    named = {axis: part for axis, part in self.by_axis.items() if axis}
-    several = named if len(named) > 1 else {}
-    for axis, part in [*several.items(), ("", self)]:
+    rows = list[Mapping[str, str]]()
+    for x in self.collectives:
+      counts = collections.Counter(x.shapes).items()
+      arrays = [f"{n} x " * (n > 1) + str(list(shape)) for shape, n in counts]
+      operands = " ".join(arrays) if len(arrays) <= 3 else f"{len(x.shapes)} arrays"
+      dense = f"{x.times * x.dense_bytes:,}"
+      rows.append(sent.cells(x, operands, **{"as f32 mean": dense}))
+    parts = {axis: part for axis, part in self.by_axis.items() if axis}
+    parts = {**parts, "": self} if len(parts) > 1 else {"": self}
+    told, plain = list[str](), " the bytes of a plain f32 mean"
+    for axis, part in parts.items():
+      size = f"{part.bytes_sent:,}"
       dense = "?" if self.untold else f"{part.dense_bytes:,}"
-      sums = {"bytes sent": f"{part.bytes_sent:,}", "as f32 mean": dense}
-      rows.append({"collective": "total", "axis": axis, **sums})
-    lines = [*sent.table(rows), self._compared(several)]
+      total = {"collective": "total", "axis": axis, "bytes sent": size}
+      rows.append(total | {"as f32 mean": dense})
+      where = f" over {axis}" if axis else " in all" * (len(parts) > 1)
+      if not self.untold and part.ratio < math.inf:
+        told.append(f"{part.ratio:.4g} x{plain}{where}")
+        plain = ""
+      else:
+        told.append(f"{size} bytes{where} where a plain f32 mean sends none")
+    lines = [*sent.table(rows), f"Sends {', '.join(told)}."]
+    if self.untold:
+      names = f"XLA kept no names of {', '.join(self.untold)}"
+      lines[-1] = f"{names}: the bytes of a plain f32 mean cannot be told."
     if again := sent.dearest(c for c in self.collectives if c.again):
-      told = "are a mean of the gradient, which the exchange takes again"
-      lines.append(f"{again:,} bytes {told}: delete the pmean.")
+      what = "a mean of the gradient, which the exchange takes again"
+      lines.append(f"{again:,} bytes are {what}: delete the pmean.")
     if self.unseen:
       lines.append(f"{unseen} The sum is a lower bound.")
     if any(c.trips_unknown for c in self.collectives):
       lines.append("loop: its trip count is unknown; counted once, a lower bound.")
     if any(c.in_branch for c in self.collectives):
-      lines += self._branched()
+      most = "the branch with the most counts, an upper bound."
+      lines.append(f"branch: of a conditional; {most}")
+      if not self.untold and self.dense_bytes:
+        said = lambda ratios: " or ".join(f"{ratio:.4g} x" for ratio in ratios)
+        found = self.branch_ratios.items()
+        each = [f"{name}: {said(ratios)}, by branch." for name, ratios in found]
+        if len(each) > _MOST:
+          each[_MOST:] = [f"{len(each) - _MOST:,} more: see branch_ratios."]
+        lines += each
     return "\n".join(lines)
-
-  def _compared(self, parts: Mapping[str, "WireReport"]) -> str:
-    """Returns the line with the ratios of axes and the ratio."""
-    if self.untold:
-      names = f"XLA kept no names of {', '.join(self.untold)}"
-      return f"{names}: the bytes of a plain f32 mean cannot be told."
-    told, plain = [], " the bytes of a plain f32 mean"
-    for where, x in [*((f" over {axis}", x) for axis, x in parts.items()), ("", self)]:
-      where = where or " in all" * bool(parts)
-      if x.ratio < math.inf:
-        told.append(f"{x.ratio:.4g} x{plain}{where}")
-        plain = ""
-      else:
-        told.append(f"{x.bytes_sent:,} bytes{where} where a plain f32 mean sends none")
-    return f"Sends {', '.join(told)}."
-
-  def _branched(self) -> list[str]:
-    """Returns lines with the ratios of branches."""
-    told = "branch: of a conditional; the branch with the most counts, an upper bound."
-    if self.untold or not self.dense_bytes:
-      return [told]
-    found = self.branch_ratios.items()
-    said = lambda ratios: " or ".join(f"{ratio:.4g} x" for ratio in ratios)
-    each = [f"{name}: {said(ratios)}, by branch." for name, ratios in found]
-    more = [f"{len(each) - _MOST:,} more: see branch_ratios."] * (len(each) > _MOST)
-    return [told, *each[:_MOST], *more]
-
-
-def _row(x: sent.Collective) -> dict[str, str]:
-  counts = collections.Counter(x.shapes).items()
-  arrays = [f"{n} x " * (n > 1) + str(list(shape)) for shape, n in counts]
-  operands = " ".join(arrays) if len(arrays) <= 3 else f"{len(x.shapes)} arrays"
-  return sent.cells(x, operands, **{"as f32 mean": f"{x.times * x.dense_bytes:,}"})
 
 
 def wire_report(
@@ -234,7 +226,7 @@ def read_program(program: Any, mesh: Mesh | AbstractMesh | None) -> hlo.Program:
       f"{type(program).__name__}; pass jax.jit(step).lower(...).compile()."
     )
   found = hlo.parse_program(text)
-  count = found.devices.number
+  count = math.prod(found.devices)
   if mesh is not None and mesh.size != count:
     raise ValueError(
       f"`mesh` must be the one that the program was compiled for, with {count} "
@@ -249,20 +241,20 @@ def read_program(program: Any, mesh: Mesh | AbstractMesh | None) -> hlo.Program:
   if mesh is not None:
     # XLA numbers the devices of a program in the order of its mesh: slice by slice.
     order = np.arange(mesh.size)
-    if found.devices.slices > 1 and isinstance(mesh, Mesh):
+    if found.devices[0] > 1 and isinstance(mesh, Mesh):
       order = np.argsort([x.slice_index for x in mesh.devices.flat], kind="stable")
     places = np.unravel_index(order, mesh.axis_sizes)
     indices = dict(zip(mesh.shape, places, strict=True))
   again = _taken_again(found.collectives)
-  differ = lambda index, groups: any(np.ptp(index[list(x)]) > 0 for x in groups)
-  axes = lambda groups: [x for x, index in indices.items() if differ(index, groups)]
-  named = [
-    dataclasses.replace(x, axis=",".join(axes(on.members or ())), again=i in again)
-    for i, (x, on, *_) in enumerate(found.collectives)
-  ]
+  named = []
+  for number, (x, groups, *_) in enumerate(found.collectives):
+    members = [list(group) for group in groups]
+    spread = lambda at, members=members: any(np.ptp(at[y]) > 0 for y in members)
+    axis = ",".join(name for name, at in indices.items() if spread(at))
+    named.append(dataclasses.replace(x, axis=axis, again=number in again))
   pairs = zip(sent.by_link(named), found.collectives, strict=True)
-  collectives = ((x, groups, ahead, path) for x, (_, groups, ahead, path) in pairs)
-  return found._replace(collectives=tuple(collectives), axes=tuple(indices))
+  collectives = tuple((x, *at[1:]) for x, at in pairs)
+  return found._replace(collectives=collectives, axes=tuple(indices))
 
 
 def _taken_again(found: Sequence[hlo.Found]) -> set[int]:
@@ -274,11 +266,10 @@ def _taken_again(found: Sequence[hlo.Found]) -> set[int]:
       sums.setdefault(groups, []).append(number)
   result: set[int] = set()
   for groups, numbers in sums.items():
-    wholes = [set(x) for x in groups.members or ()]
+    wholes, workers = [set(x) for x in groups], max(map(len, groups))
     is_part = lambda x, wholes=wholes: any(set(x) <= y for y in wholes)
-    known = [(x, own.members) for x, own, *_ in found if own.members]
-    inside = [x for x, members in known if all(map(is_part, members))]
-    averaged = lambda x, n=groups.workers: sum(size for size, of in x.means if of == n)
+    inside = [x for x, own, *_ in found if own and all(map(is_part, own))]
+    averaged = lambda x, n=workers: sum(size for size, of in x.means if of == n)
     size = sent.dearest(inside, averaged)
     if size and sum(found[i][0].elements for i in numbers) >= size:
       result.update(numbers)

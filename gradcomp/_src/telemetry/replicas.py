@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 from gradcomp._src.core.fingerprint import leaf_fingerprints
 from gradcomp._src.exchange.collectives import STAGE, gather
 from gradcomp._src.mesh.axes import AxisName, axis_names
-from gradcomp._src.mesh.place import leaves_cut
-from gradcomp._src.mesh.types import around, mark_varying
+from gradcomp._src.mesh.types import around, leaves_cut, mark_varying
 
 
 @jax.tree_util.register_dataclass

@@ -14,8 +14,8 @@ from gradcomp._src import checks
 from gradcomp._src.codecs.protocol import LeafCodec, is_codec
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.core.transform import compress
-from gradcomp._src.exchange import auto, hierarchical, protocol, ring
-from gradcomp._src.testing import laws, leaves, modes
+from gradcomp._src.exchange import auto, hierarchical, protocol, schedules
+from gradcomp._src.testing import kit, laws, modes
 
 _COUNT = checks.integer("a number of 1 or more", 1)
 
@@ -51,7 +51,7 @@ class CheckOptions(checks.Checked):
     ValueError: ``draws`` is below 1.
   """
 
-  sizes: Sequence[int] = leaves.SIZES
+  sizes: Sequence[int] = kit.SIZES
   draws: int = checks.field(1000, _COUNT)
   constants: Sequence[float] = ()
   spoils: int | str | None = "any"
@@ -114,7 +114,7 @@ def check_codec(
 
 
 def check_transformation(  # noqa: PLR0913 - options of users, by keyword
-  transformation: leaves.Transformation,
+  transformation: kit.Transformation,
   params: Any = None,
   *,
   axis_name: str = "data",
@@ -167,7 +167,7 @@ def codec_laws(
   codec: LeafCodec, *, workers: int, exchanges: Exchanges, options: CheckOptions
 ) -> Iterator[Law]:
   """Yields the laws of a codec, each bound to its arguments."""
-  shape = leaves.ragged(codec)
+  shape = kit.leaf_of(codec).shape
   for law in (
     *(laws.is_a_value, laws.facts_are_plain, laws.is_pure),
     *(laws.shapes_and_dtypes_return, laws.payload_is_rows_of_words),
@@ -175,18 +175,17 @@ def codec_laws(
     *(laws.sent_and_unsent_are_the_leaf, laws.half_precision_is_computed_in_float32),
     *(laws.padding_never_leaks, laws.key_decides_the_bits, laws.elements_draw_apart),
     *(laws.workers_choose_alike, laws.residuals_are_bounded),
+    *((laws.batches_are_independent,) if options.same_bits else ()),
+    *((laws.same_bits_without_jit,) if options.same_bits else ()),
   ):
     yield Law(law, codec)
-  if options.same_bits:
-    yield Law(laws.batches_are_independent, codec)
-    yield Law(laws.same_bits_without_jit, codec)
   for bad in (np.nan, np.inf, -np.inf):
     yield Law(laws.non_finite_elements_are_seen, codec, bad=bad, spoils=options.spoils)
   yield Law(laws.constants_are_exact, codec, tuple(options.constants))
   yield Law(laws.errors_are_contractions, codec, most_error=options.most_error)
   yield Law(laws.decoded_leaves_do_not_grow, codec, most=options.most_growth)
   yield Law(laws.odd_sizes_work, codec, tuple(options.sizes))
-  if not options.own_statistics and leaves.tile_of(codec) is not None:
+  if not options.own_statistics and kit.tile_of(codec) is not None:
     yield Law(laws.zeros_behind_change_nothing, codec)
   if codec.unbiased:
     yield Law(laws.mean_is_the_leaf, codec, draws=options.draws)
@@ -196,7 +195,7 @@ def codec_laws(
   yield Law(laws.bytes_are_the_claim, codec, workers=workers)
   refused = codec.facts.refusals
   if options.keeps_range:
-    for partial in (ring.Ring(), hierarchical.Hierarchical(group_size=2)):
+    for partial in (schedules.Ring(), hierarchical.Hierarchical(group_size=2)):
       if partial.way not in refused:
         yield Law(laws.half_precision_keeps_its_range, codec, partial)
     yield Law(laws.large_numbers_keep_their_size, codec)
@@ -211,8 +210,8 @@ def codec_laws(
 
 
 def transformation_laws(
-  transformation: leaves.Transformation,
-  gradients: leaves.Gradients,
+  transformation: kit.Transformation,
+  gradients: kit.Gradients,
   *,
   axis_name: str = "data",
   places: Sequence[str] | None = None,
@@ -225,18 +224,14 @@ def transformation_laws(
   emulated = run("vmap", gradients)
   for law in (
     *(laws.steps_are_scanned, laws.workers_agree, laws.nothing_is_lost),
-    *(laws.checkpoint_goes_on, laws.record_is_its_own),
+    *(laws.checkpoint_goes_on, laws.record_is_its_own, laws.bytes_are_explained),
+    *((laws.finite_gradients_stay_finite,) if keeps_range else ()),
   ):
     yield Law(law, emulated)
-  if keeps_range:
-    yield Law(laws.finite_gradients_stay_finite, emulated)
   for bad in (math.nan, math.inf):
     spoiled = run("vmap", laws.spoiled(gradients, bad))
     yield Law(laws.non_finite_gradients_are_seen, spoiled)
-  if len(jax.devices()) < emulated.workers:
-    return
-  yield Law(laws.bytes_are_explained, emulated)
-  if same_bits:
+  if same_bits and len(jax.devices()) >= emulated.workers:
     each = modes.modes_for(emulated.workers) if places is None else places
     others = [run(mode, gradients) for mode in each if mode != "vmap"]
     yield Law(laws.same_bits_in_every_mode, emulated, *others)

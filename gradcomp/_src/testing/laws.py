@@ -9,14 +9,11 @@ A law raises :class:`gradcomp.testing.BrokenLaw`, or returns. These are its argu
   :func:`gradcomp.testing.modes.run`.
 """
 
-from gradcomp._src.testing import noise, payloads, states, steps, values
-from gradcomp._src.testing.leaves import gradients_like
-from gradcomp._src.testing.noise import *  # noqa: F403 - each file lists its laws
-from gradcomp._src.testing.payloads import *  # noqa: F403
-from gradcomp._src.testing.states import *  # noqa: F403
+from gradcomp._src.testing import codec, noise, steps
+from gradcomp._src.testing.codec import *  # noqa: F403 - each file lists its laws
+from gradcomp._src.testing.kit import gradients_like
+from gradcomp._src.testing.noise import *  # noqa: F403
 from gradcomp._src.testing.steps import *  # noqa: F403
-from gradcomp._src.testing.values import *  # noqa: F403
 
 __all__ = ["gradients_like"]
-__all__ += noise.__all__ + payloads.__all__ + states.__all__
-__all__ += steps.__all__ + values.__all__
+__all__ += codec.__all__ + noise.__all__ + steps.__all__

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,15 +12,15 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradcomp._src.core.residual_storage import is_stored
+from gradcomp._src.core.feedback import is_stored
 from gradcomp._src.core.specs import state_specs
 from gradcomp._src.core.state import CompressState, is_state
 from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.floats.dtypes import addend_dtype
-from gradcomp._src.mesh.per_worker import marked, of_all, unmarked
 from gradcomp._src.mesh.shard_maps import unreduce
+from gradcomp._src.mesh.trees import marked, of_all, unmarked
 from gradcomp._src.report.tracing import study
-from gradcomp._src.testing.leaves import Transformation
+from gradcomp._src.testing.kit import Transformation
 
 __all__ = ["Run", "modes_for", "run"]
 
@@ -49,7 +50,7 @@ class Place(NamedTuple):
     return self.step(gradients, state, params)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Run:
   """The steps of a transformation, which run once a law reads them.
 
@@ -112,8 +113,8 @@ def modes_for(workers: int) -> tuple[str, ...]:
     >>> modes_for(3)
     ('shard_map', 'shard_map_unchecked', 'pmap', 'vmap', 'auto')
   """
-  every = (*MODES, AUTO)
-  return (*every, EXPLICIT) if workers & (workers - 1) == 0 else every
+  every = (*MODES, AUTO, EXPLICIT)
+  return every if workers.bit_count() == 1 else every[:-1]
 
 
 def mesh(
@@ -153,9 +154,7 @@ def run(
   workers = len(jax.tree.leaves(gradients[0])[0])
   place = started(mode, transformation, workers, axis_name=axis_name)
   params = jax.tree.map(lambda leaf: np.asarray(leaf)[0, ...], gradients[0])
-  given: Any = {"transformation": transformation, "params": params}
-  given |= {"gradients": gradients, "sizes": place.workers, "axis_name": axis_name}
-  return Run(**given, place=place, mode=mode)
+  return Run(transformation, params, gradients, place, mode, workers, axis_name)
 
 
 def lowered(
@@ -182,30 +181,85 @@ def started(
   mode: str, transformation: Transformation, workers: int, *, axis_name: str = "data"
 ) -> Place:
   """Returns a transformation in a mode, which is cached."""
-  if mode not in _PLACES:
-    raise ValueError(f"`mode` must be one of {tuple(_PLACES)}, got {mode!r}.")
-  return _PLACES[mode](transformation, workers, axis_name)
+  tx = transformation
+  if mode in ("vmap", "pmap"):
+    vmapped = lambda f, **given: jax.jit(jax.vmap(f, **given))
+    transform: Any = jax.pmap if mode == "pmap" else vmapped
+    # With ``init``, for the second stage counts the workers.
+    init = transform(tx.init, axis_name=axis_name)
+    local = lambda gradient, state, params: tx.update(gradient, state)
+    update = transform(local, axis_name=axis_name, in_axes=(0, 0, None))
+    copies = lambda params: jax.tree.map(lambda x: np.stack([x] * workers), params)
+    return Place(workers, lambda params: init(copies(params)), update)
+  if mode in ("shard_map", "shard_map_unchecked"):
+    return sharded_map(tx, workers, axis_name, check_vma=mode == "shard_map")
+  if mode not in (AUTO, EXPLICIT):
+    known = (*MODES, AUTO, EXPLICIT)
+    raise ValueError(f"`mode` must be one of {known}, got {mode!r}.")
+
+  def step(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    if mode == AUTO:
+      output, state = tx.update(marked(gradient, axis_name, P()), state, params)
+      if of_all(output):
+        return unmarked(output)[0], state
+    else:
+      addend = lambda x: x.astype(addend_dtype(x.dtype)) * (1 / workers)
+      addends = unreduce(jax.tree.map(addend, gradient), axis_name)
+      output, state = tx.update(addends, state, params)
+    return _of_all(output, workers), state
+
+  kind = AxisType.Explicit if mode == EXPLICIT else AxisType.Auto
+  devices = mesh(workers, kind, axis_name=axis_name)
+  place = _on_devices(tx, devices, (axis_name,), step)
+  if mode == AUTO:
+    return place
+  scaled = lambda x: _of_sums(x, workers) if is_state(x) else x
+  stacked = lambda state: jax.tree.map(scaled, place.stacked(state), is_leaf=is_state)
+  return place._replace(stacked=stacked)
 
 
-def _of_sums(state: CompressState, workers: int) -> CompressState:
-  """Scales the state of addends, which are gradients over N, to gradients."""
+def sharded_map(tx: Transformation, workers: int, *axes: str, **options: Any) -> Place:
+  """Returns a transformation in ``jax.shard_map`` over axes, with its options."""
+  devices = options.pop("mesh", None) or mesh(workers, axis_name=axes[0])
+  check_vma = options.setdefault("check_vma", False)
 
-  def times(x: Any) -> Any:
-    if is_stored(x):
-      return x._replace(scales=times(x.scales))
-    return x * x.dtype.type(workers)
+  def local(gradient: Any, state: Any) -> tuple[Any, Any]:
+    output, state = tx.update(jax.tree.map(lambda leaf: leaf[0], gradient), state)
+    own = output if check_vma else jax.tree.map(lambda leaf: leaf[None], output)
+    return own, state
 
-  scale = lambda tree: jax.tree.map(times, tree, is_leaf=is_stored)
-  return state._replace(residual=scale(state.residual), velocity=scale(state.velocity))
+  def step(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    specs = state_specs(state, axis_name=axes)
+    # Unchecked, the outputs are sharded like the gradients, so that each worker's own
+    # copy comes back; checked, P() is accepted only because they are proved equal.
+    out = (P() if check_vma else P(axes), specs)
+    given: Any = {"in_specs": (P(axes), specs), "out_specs": out, **options}
+    output, state = jax.shard_map(local, mesh=devices, **given)(gradient, state)
+    return _of_all(output, workers) if check_vma else output, state
+
+  return _on_devices(tx, devices, axes, step)
+
+
+def _on_devices(
+  tx: Transformation, devices: Mesh, axes: tuple[str, ...], step: Any
+) -> Place:
+  workers = math.prod(devices.shape[axis] for axis in axes)
+  init = jax.jit(tx.init)
+
+  def first(params: Any) -> Any:
+    with jax.set_mesh(devices):
+      return init(params)
+
+  stacked = functools.partial(of_each, axes, workers)
+  return Place(workers, first, jax.jit(step), stacked, NamedSharding(devices, P(axes)))
 
 
 def of_each(axes: tuple[str, ...], workers: int, state: Any) -> Any:
   """Returns each worker's shards of a state of global arrays, leaves ``[N, ...]``."""
 
   def stack(x: Any, spec: P) -> np.ndarray:
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-      x = jax.random.key_data(x)
-    x = np.asarray(x)
+    typed = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    x = np.asarray(jax.random.key_data(x) if typed else x)
     if len(spec) and set(axes) & set(np.ravel(spec[0])):
       return x.reshape(workers, x.shape[0] // workers, *x.shape[1:])
     return np.stack([x] * workers)
@@ -218,83 +272,13 @@ def _of_all(update: Any, workers: int) -> Any:
   return jax.tree.map(lambda leaf: jnp.stack([leaf] * workers), update)
 
 
-def _emulated(
-  transform: Callable[..., Any], tx: Transformation, workers: int, axis_name: str
-) -> Place:
-  """Maps ``init`` too, for the second stage counts the workers."""
-  init = transform(tx.init, axis_name=axis_name)
-  local = lambda gradient, state, params: tx.update(gradient, state)
-  step = transform(local, axis_name=axis_name, in_axes=(0, 0, None))
-  stack = lambda leaf: np.stack([leaf] * workers)
-  return Place(workers, lambda params: init(jax.tree.map(stack, params)), step)
+def _of_sums(state: CompressState, workers: int) -> CompressState:
+  """Scales the state of addends, which are gradients over N, to gradients."""
 
+  def times(x: Any) -> Any:
+    if is_stored(x):
+      return x._replace(scales=times(x.scales))
+    return x * x.dtype.type(workers)
 
-def _on_devices(
-  tx: Transformation, devices: Mesh, axes: tuple[str, ...], workers: int, step: Any
-) -> Place:
-  init = jax.jit(tx.init)
-
-  def first(params: Any) -> Any:
-    with jax.set_mesh(devices):
-      return init(params)
-
-  stacked = functools.partial(of_each, axes, workers)
-  return Place(workers, first, jax.jit(step), stacked, NamedSharding(devices, P(axes)))
-
-
-def _explicit(tx: Transformation, workers: int, axis_name: str) -> Place:
-  def step(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
-    wide = lambda leaf: leaf.astype(addend_dtype(leaf.dtype))
-    addends = jax.tree.map(lambda leaf: wide(leaf) * (1 / workers), gradient)
-    output, state = tx.update(unreduce(addends, axis_name), state, params)
-    return _of_all(output, workers), state
-
-  devices = mesh(workers, AxisType.Explicit, axis_name=axis_name)
-  place = _on_devices(tx, devices, (axis_name,), workers, step)
-  scaled = lambda x: _of_sums(x, workers) if is_state(x) else x
-  stacked = lambda state: jax.tree.map(scaled, place.stacked(state), is_leaf=is_state)
-  return place._replace(stacked=stacked)
-
-
-def _auto(tx: Transformation, workers: int, axis_name: str) -> Place:
-  def step(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
-    output, state = tx.update(marked(gradient, axis_name, P()), state, params)
-    own = unmarked(output)[0] if of_all(output) else _of_all(output, workers)
-    return own, state
-
-  devices = mesh(workers, axis_name=axis_name)
-  return _on_devices(tx, devices, (axis_name,), workers, step)
-
-
-def sharded_map(tx: Transformation, workers: int, *axes: str, **options: Any) -> Place:
-  """Returns a transformation in ``jax.shard_map`` over axes, with its options."""
-  devices = options.pop("mesh", None) or mesh(workers, axis_name=axes[0])
-  check_vma = options.setdefault("check_vma", False)
-
-  def local(gradient: Any, state: Any) -> tuple[Any, Any]:
-    gradient = jax.tree.map(lambda leaf: leaf[0], gradient)
-    output, state = tx.update(gradient, state)
-    if not check_vma:
-      output = jax.tree.map(lambda leaf: leaf[None], output)
-    return output, state
-
-  def step(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
-    specs = state_specs(state, axis_name=axes)
-    # Unchecked, the outputs are sharded like the gradients, so that each worker's own
-    # copy comes back; checked, P() is accepted only because they are proved equal.
-    out = (P() if check_vma else P(axes), specs)
-    given: Any = {"in_specs": (P(axes), specs), "out_specs": out, **options}
-    output, state = jax.shard_map(local, mesh=devices, **given)(gradient, state)
-    return _of_all(output, workers) if check_vma else output, state
-
-  return _on_devices(tx, devices, axes, workers, step)
-
-
-_PLACES: dict[str, Callable[..., Place]] = {
-  AUTO: _auto,
-  EXPLICIT: _explicit,
-  "shard_map": functools.partial(sharded_map, check_vma=True),
-  "shard_map_unchecked": sharded_map,
-  "pmap": functools.partial(_emulated, jax.pmap),
-  "vmap": functools.partial(_emulated, lambda f, **kw: jax.jit(jax.vmap(f, **kw))),
-}
+  scale = lambda tree: jax.tree.map(times, tree, is_leaf=is_stored)
+  return state._replace(residual=scale(state.residual), velocity=scale(state.velocity))

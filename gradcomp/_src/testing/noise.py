@@ -13,8 +13,8 @@ from gradcomp._src.codecs.protocol import LeafCodec, decoded, from_tiles, tile_s
 from gradcomp._src.codecs.sums.records import Context, Leaf
 from gradcomp._src.core.transform import compress
 from gradcomp._src.kernels.common.dithers import dither
-from gradcomp._src.testing import leaves
-from gradcomp._src.testing.broken import Findings, difference, law
+from gradcomp._src.testing import kit
+from gradcomp._src.testing.kit import Findings, difference, law
 
 __all__ = ["decoded_leaves_do_not_grow", "elements_draw_apart"]
 __all__ += ["errors_are_contractions", "errors_of_workers_cancel"]
@@ -23,12 +23,11 @@ __all__ += ["workers_choose_alike"]
 
 _DRAWS = 16  # keys, for the mean over random numbers
 _SLACK = 1.05  # of a mean over that number of keys, and of short leaves
+_Z = 5.0  # standard deviations
+_ROWS = 4  # where elements draw apart; the last is cut short
 
 
-@law(
-  "codecs.OneBit()",
-  "`decode_rows`, and the order and the scale of elements; or `contraction`",
-)
+@law("codecs.OneBit()", "`decode_rows`, the order and the scale; or `contraction`")
 def errors_are_contractions(
   codec: LeafCodec, x: ArrayLike | None = None, *, most_error: float | None = None
 ) -> Findings:
@@ -41,12 +40,12 @@ def errors_are_contractions(
   """
   if codec.unbiased:
     return
-  stated = 1 - codec.bind(Leaf(leaves.leaf_of(codec, x).shape)).contraction
-  most = min(1.0, stated) if most_error is None else most_error
-  lost, _ = _sent(codec, x)
-  for share, kind in zip(lost, ("normal", "different"), strict=True):
-    told = None if share <= _SLACK * most + 1e-6 else f"it loses {share:.3g}"
-    yield codec, f"lose at most {most:.3g} of the energy of {kind} numbers", told
+  leaf = kit.leaf_of(codec, x)
+  stated = min(1.0, 1 - codec.bind(Leaf(leaf.shape)).contraction)
+  most = stated if most_error is None else most_error
+  for share, kind in zip(_sent(codec, leaf)[0], ("normal", "different"), strict=True):
+    told = not share <= _SLACK * most + 1e-6 and f"it loses {share:.3g}"
+    yield f"lose at most {most:.3g} of the energy of {kind} numbers", told
 
 
 @law("codecs.OneBit()", "`decode_rows`, and the scale of what it returns")
@@ -61,19 +60,18 @@ def decoded_leaves_do_not_grow(
   """
   if codec.unbiased:
     return
-  _, (grown, _) = _sent(codec, x)
-  seen = f"they come back as {grown:.4g} of what they were"
+  _, (grown, _) = _sent(codec, kit.leaf_of(codec, x))
   expected = f"send decoded normal numbers again as at most {1 + most:.4g} of them"
-  yield codec, expected, None if grown <= 1 + most else seen
+  told = not grown <= 1 + most and f"they come back as {grown:.4g} of what they were"
+  yield expected, told
 
 
-def _sent(codec: LeafCodec, x: ArrayLike | None) -> tuple[np.ndarray, np.ndarray]:
+def _sent(codec: LeafCodec, leaf: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """Returns the shares of energy that leaves lose, and the growth of decoded ones."""
-  shape = leaves.leaf_of(codec, x).shape
-  normal, size = leaves.gaussian(shape), math.prod(shape)
-  magnitudes = (1 + np.random.default_rng(1).permutation(size)) / max(size, 1)
-  apart = np.copysign(magnitudes.astype(np.float32).reshape(shape), normal)
-  keys = leaves.KEY + np.arange(_DRAWS if codec.needs_key else 1, dtype="u4")[:, None]
+  normal = kit.gaussian(leaf.shape)
+  magnitudes = (1 + np.random.default_rng(1).permutation(leaf.size)) / max(leaf.size, 1)
+  apart = np.copysign(magnitudes.astype(np.float32).reshape(leaf.shape), normal)
+  keys = kit.KEY + np.arange(_DRAWS if codec.needs_key else 1, dtype="u4")[:, None]
   sums = np.asarray(_energies(codec, np.stack([normal, apart]), keys), np.float64)
   given, lost, sent, again = sums.mean(axis=0).T
   some = lambda x: np.where(x > 0, x, 1)
@@ -85,16 +83,14 @@ def _energies(codec: LeafCodec, both: jax.Array, keys: jax.Array) -> jax.Array:
   """Returns the energies of leaves, errors and decoded leaves, ``[keys, 2, 4]``."""
 
   def one(x: jax.Array, key: jax.Array) -> jax.Array:
-    y = leaves.round_trip(codec, x, key)
-    again = jnp.vdot(y, leaves.round_trip(codec, y, key ^ 1))
+    y = kit.round_trip(codec, x, key)
+    again = jnp.vdot(y, kit.round_trip(codec, y, key ^ 1))
     return jnp.stack([jnp.vdot(x, x), jnp.sum((x - y) ** 2), jnp.vdot(y, y), again])
 
   return jax.lax.map(lambda key: jax.lax.map(lambda x: one(x, key), both), keys)
 
 
-@law(
-  "codecs.OneBit(), steps=50", "`contraction`, for which the codec may lose too much"
-)
+@law("codecs.OneBit(), steps=50", "`contraction`: the codec may lose too much for it")
 def residuals_are_bounded(
   codec: LeafCodec, x: ArrayLike | None = None, *, steps: int = 200
 ) -> Findings:
@@ -125,8 +121,7 @@ def residuals_are_bounded(
 
       return jax.lax.scan(step, tx.init(first), jax.random.split(key, steps))[1]
 
-    fresh = jnp.array([True, False])
-    return jax.lax.map(energies, fresh) / jnp.sum(first**2)
+    return jax.lax.map(energies, jnp.array([True, False])) / jnp.sum(first**2)
 
   found = np.asarray(run(jax.random.key(0)), np.float64)[:, -10:].mean(axis=1)
   root = math.sqrt(1 - c)
@@ -135,11 +130,8 @@ def residuals_are_bounded(
   for energy, (kind, most) in zip(found, bounds, strict=True):
     expected = f"keep a residual of at most {most:.3g} times the energy of {kind}"
     expected += f" gradients, as a contraction of {c:.3g} says"
-    seen = None if energy <= 1.1 * most + 1e-6 else f"it has {energy:.3g} times"
-    yield codec, expected, seen
-
-
-_Z = 5.0  # standard deviations
+    told = not energy <= 1.1 * most + 1e-6 and f"it has {energy:.3g} times"
+    yield expected, told
 
 
 @law("codecs.Natural(), draws=200", "how `encode_rows` rounds, or the fact `unbiased`")
@@ -170,25 +162,24 @@ def mean_is_the_leaf(  # noqa: PLR0913 - options of users, by keyword
     context: the context to encode with, by default that of the first step.
     workers: the number of masks to try, each without bias; 0 for none.
   """
-  half = leaves.gaussian(256)
+  half = kit.gaussian(256)
   leaf = np.concatenate([half, -half])[:500] if x is None else np.asarray(x)
 
   @jax.jit
   def decoded_by(keys: jax.Array) -> jax.Array:
     x = jnp.asarray(leaf)
-    own = context or leaves.first_context(codec, Leaf(x.shape))
+    own = context or kit.first_context(codec, Leaf(x.shape))
 
     def one(key: jax.Array, number: jax.Array) -> jax.Array:
       given = own._replace(dither=dither(key, number)) if workers else own
-      return leaves.decode(codec, leaves.encode(codec, x, key, given), x)
+      return kit.decode(codec, kit.encode(codec, x, key, given), x)
 
     each = jax.vmap(one, (None, 0))
     return jax.lax.map(lambda key: each(key, jnp.arange(max(workers, 1))), keys)
 
   expected = f"be unbiased: its mean over {draws} keys is to be the leaf"
   found = np.asarray(decoded_by(_keys(draws)), np.float64)
-  if not np.isfinite(found).all():
-    yield codec, expected, "some are not finite"
+  yield expected, not np.isfinite(found).all() and "some are not finite"
   if not found.size:
     return
   errors = found - (leaf if mean is None else np.asarray(mean))
@@ -201,70 +192,58 @@ def mean_is_the_leaf(  # noqa: PLR0913 - options of users, by keyword
   pooled = _Z * np.sqrt(second.sum() / draws) / first.size + 2.0**-16 * np.max(size)
   # The means are ``[masks, *leaf]``.
   i = int(np.argmax(np.abs(first) - bound))
-  off, most, at = first.ravel()[i], bound.ravel()[i], i % leaf.size
-  chance = "where chance gives at most"
-  if not abs(off) <= most:
-    told = f"that of element {at}, {leaf.flat[at]}, is off by {off:.3g}"
-    yield codec, expected, f"{told}, {chance} {most:.3g}"
+  element = f"that of element {i % leaf.size}, {leaf.flat[i % leaf.size]},"
   shrunk = first * np.sign(leaf)
-  for name, bias in (("all errors", first.mean()), ("magnitudes", shrunk.mean())):
-    if abs(bias) > pooled:
-      told = f"the mean of {name} is off by {bias:.3g}"
-      yield codec, expected, f"{told}, {chance} {pooled:.3g}"
+  biases = [(element, first.ravel()[i], bound.ravel()[i])]
+  biases += [("the mean of all errors", first.mean(), pooled)]
+  biases += [("the mean of magnitudes", shrunk.mean(), pooled)]
+  for what, off, most in biases:
+    told = f"{what} is off by {off:.3g}, where chance gives at most {most:.3g}"
+    yield expected, not abs(off) <= most and told
 
 
 def _keys(draws: int) -> jax.Array:
   words = np.arange(draws, dtype=np.uint32)
-  return jnp.asarray(np.stack([np.full_like(words, leaves.KEY[0]), words], axis=1))
+  return jnp.asarray(np.stack([np.full_like(words, kit.KEY[0]), words], axis=1))
 
 
 @law("codecs.QSGD(bits=4)", "`encode`")
 def key_decides_the_bits(codec: LeafCodec, x: ArrayLike | None = None) -> Findings:
   """Equal keys give equal rows, and other keys give others."""
-  leaf = leaves.leaf_of(codec, x)
-  rows = [leaves.trial(codec, leaf, leaves.KEY + i).payload.rows for i in (0, 0, 1)]
-  yield codec, "encode alike by one key", difference(rows[1], rows[0])
+  leaf = kit.leaf_of(codec, x)
+  rows = [kit.trial(codec, leaf, kit.KEY + i).payload.rows for i in (0, 0, 1)]
+  yield "encode alike by one key", difference(rows[1], rows[0])
   differ = difference(rows[0], rows[2]) is not None
-  if differ != codec.needs_key:
-    expected = "draw by its key" if codec.needs_key else "draw nothing"
-    found = f"another key gives {'other rows' if differ else 'the same rows'}"
-    yield codec, expected, found, "the fact `needs_key`"
+  expected = "draw by its key" if codec.needs_key else "draw nothing"
+  told = f"another key gives {'other rows' if differ else 'the same rows'}"
+  yield expected, differ != codec.needs_key and told, "the fact `needs_key`"
 
 
-@law(
-  "codecs.RandomK(density=0.1)",
-  "`encode`, which may choose by `key` alone, not by values or by the mask",
-)
+@law("codecs.RandomK(density=0.1)", "`encode`, which may choose by `key` alone")
 def workers_choose_alike(codec: LeafCodec, x: ArrayLike | None = None) -> Findings:
   """Where payloads add up entry by entry, all workers send the same elements.
 
   It is for codecs whose sums have ``same_draws``, such as ``RandomK``: a key of all
   workers chooses the elements, for any values and masks of a worker.
   """
-  leaf = leaves.leaf_of(codec, x)
+  leaf = kit.leaf_of(codec, x)
   total = codec.bind(Leaf(leaf.shape)).sums
   if not total.facts.same_draws:
     return
 
   @jax.jit
   def positions(x: jax.Array, worker: jax.Array) -> jax.Array | None:
-    drawn = dither(jnp.asarray(leaves.KEY), worker)
-    context = leaves.first_context(codec, Leaf(x.shape))._replace(dither=drawn)
-    return total.sent_at(leaves.encode(codec, x, leaves.KEY, context).rows, x.size)
+    drawn = dither(jnp.asarray(kit.KEY), worker)
+    context = kit.first_context(codec, Leaf(x.shape))._replace(dither=drawn)
+    return total.sent_at(kit.encode(codec, x, kit.KEY, context).rows, x.size)
 
-  first, second = (positions(y, i) for i, y in enumerate((leaf, 1 - 2 * leaf)))
-  if first is None or second is None:
-    return
-  found = difference(*map(np.sort, (second, first)), of="the positions of worker 1")
-  expected = "send the same elements from all workers, whose values are added by place"
-  yield codec, expected, found
+  both = [positions(y, i) for i, y in ((1, 1 - 2 * leaf), (0, leaf))]
+  if both[0] is not None:
+    told = difference(*map(np.sort, both), of="the positions of worker 1")
+    yield "send the same elements from all workers, to be added by place", told
 
 
-@law(
-  "codecs.QSGD(bits=4), most=0.51",
-  "`context.dither`, whose third word is the worker's mask, to be XORed with what "
-  "is drawn; magnitudes need signed_lane",
-)
+@law("codecs.QSGD(bits=4), most=0.51", "`context.dither[2]`, to be XORed with lanes")
 def errors_of_workers_cancel(
   codec: LeafCodec, most: float = 1.0, *, workers: int = 8, size: int = 2**14
 ) -> Findings:
@@ -279,15 +258,15 @@ def errors_of_workers_cancel(
   facts = codec.bind(Leaf((size,))).facts
   if not codec.needs_key or not codec.unbiased or facts.same_draws:
     return
-  x = leaves.gaussian((workers, size))
+  x = kit.gaussian((workers, size))
   given: Any = {"exchange": "local", "feedback": None, "min_leaf_size": 0}
   tx = compress(codec, axis_name="data", **given)
   sent = jax.jit(jax.vmap(lambda x: tx.update(x, tx.init(x))[0], axis_name="data"))(x)
   ratio, spread = variance_of_sums(np.asarray(sent, np.float64) - x, axis=0)
-  if ratio > most + _Z * spread:
-    expected = f"have errors whose sum over {workers} workers has at most {most} of"
-    found = f"it has {ratio:.3f}, give or take {spread:.3f}"
-    yield codec, f"{expected} the variance of independent ones", found
+  expected = f"have errors whose sum over {workers} workers has at most {most} of"
+  told = f"it has {ratio:.3f}, give or take {spread:.3f}"
+  wrong = bool(ratio > most + _Z * spread)
+  yield f"{expected} the variance of independent ones", wrong and told
 
 
 def variance_of_sums(errors: np.ndarray, axis: int) -> tuple[float, float]:
@@ -298,14 +277,7 @@ def variance_of_sums(errors: np.ndarray, axis: int) -> tuple[float, float]:
   return ratio, float(spread)
 
 
-_ROWS = 4  # the last is cut short
-
-
-@law(
-  "codecs.QSGD(bits=4)",
-  "the shape that `encode_rows` draws for, which is that of all rows, and "
-  "which of `random_lanes` each plane takes",
-)
+@law("codecs.QSGD(bits=4)", "the shape that `encode_rows` draws for, and its lanes")
 def elements_draw_apart(codec: LeafCodec, draws: int = 32) -> Findings:
   """No two elements round by the same random bits, in any row or plane.
 
@@ -314,7 +286,7 @@ def elements_draw_apart(codec: LeafCodec, draws: int = 32) -> Findings:
   variance of a sum must be the sum of variances, to five standard deviations. A codec
   that needs no key passes, and one whose rows depend on the leaf.
   """
-  tile = leaves.tile_of(codec)
+  tile = kit.tile_of(codec)
   if not codec.needs_key or tile is None:
     return
   size = _ROWS * tile
@@ -323,19 +295,19 @@ def elements_draw_apart(codec: LeafCodec, draws: int = 32) -> Findings:
     return
   width = tile_shape(bound)[-1]
   # In the tiles, where a codec rounds: one that rotates has other elements there.
-  tiles = np.resize(np.abs(leaves.gaussian(width)), (_ROWS, *tile_shape(bound)))
+  tiles = np.resize(np.abs(kit.gaussian(width)), (_ROWS, *tile_shape(bound)))
   like = jax.ShapeDtypeStruct((size - width // 2,), jnp.float32)
   x = jax.jit(lambda tiles: from_tiles(tiles, like, bound))(tiles)
 
   @jax.jit
   def sent(x: jax.Array, keys: jax.Array) -> jax.Array:
-    return jax.lax.map(lambda key: decoded(bound, leaves.encode(codec, x, key)), keys)
+    return jax.lax.map(lambda key: decoded(bound, kit.encode(codec, x, key)), keys)
 
   found = np.asarray(sent(x, _keys(draws)), np.float64)
   errors = (found - found.mean(axis=0)).reshape(draws, -1, width)
   for axis, these in ((1, "at one place of all buckets"), (2, "of a bucket")):
     ratio, spread = variance_of_sums(errors, axis)
-    if ratio > 1 + _Z * spread:
-      sums = f"the errors {these} have a sum with {ratio:.3f} times the variance of"
-      sums += f" independent ones, give or take {spread:.3f}"
-      yield codec, "draw for each element anew, so that errors are independent", sums
+    told = f"the errors {these} have a sum with {ratio:.3f} times the variance of"
+    told += f" independent ones, give or take {spread:.3f}"
+    duty = "draw for each element anew, so that errors are independent"
+    yield duty, ratio > 1 + _Z * spread and told

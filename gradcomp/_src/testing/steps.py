@@ -1,33 +1,79 @@
-"""Laws of transformations: updates, residuals and bytes of the steps of a run."""
+"""Laws of transformations: of the updates, states and bytes of a run's steps."""
 
+import json
 import math
+import pickle
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
+from gradcomp._src.checkpoint import records, reshard, shapes
 from gradcomp._src.codecs.protocol import from_tiles
-from gradcomp._src.core.residual_storage import is_stored, kind, read_residual
+from gradcomp._src.core.feedback import is_stored, kind, read_residual
+from gradcomp._src.core.specs import state_specs
 from gradcomp._src.core.state import is_state, states_in
 from gradcomp._src.exchange.collectives import REPEAT
 from gradcomp._src.exchange.plan import MessagePlan, owned_matrices
 from gradcomp._src.report.explain import explain
+from gradcomp._src.report.tracing import study
 from gradcomp._src.report.wire_report import wire_report
-from gradcomp._src.testing import broken, modes
-from gradcomp._src.testing import leaves as kit
+from gradcomp._src.testing import kit, modes
+from gradcomp._src.testing.kit import Findings, described, difference, first_wrong, law
 
-__all__ = ["bytes_are_explained", "finite_gradients_stay_finite"]
-__all__ += ["non_finite_gradients_are_seen", "nothing_is_lost"]
-__all__ += ["same_bits_in_every_mode", "spoiled", "workers_agree"]
+__all__ = ["bytes_are_explained", "checkpoint_goes_on", "finite_gradients_stay_finite"]
+__all__ += ["non_finite_gradients_are_seen", "nothing_is_lost", "record_is_its_own"]
+__all__ += ["resharding_keeps_sums", "same_bits_in_every_mode", "spoiled"]
+__all__ += ["state_is_stable", "steps_are_scanned", "workers_agree"]
 
-SUBJECT = "the transformation"
-RUN = 'testing.modes.run("vmap", gradcomp.onebit_sgd(axis_name="data"), '
-RUN += "[jnp.arange(198.0).reshape(2, 99)] * 2)"
+_RUN = 'testing.modes.run("vmap", gradcomp.onebit_sgd(axis_name="data"), '
+_RUN += "[jnp.arange(198.0).reshape(2, 99)] * 2)"
+_ON_DEVICES = _RUN.replace("vmap", "shard_map")
+_SPOILED = _RUN.replace("[jnp", "gradcomp.testing.laws.spoiled([jnp") + ")"
+_SAME = "return a state of the structure and the types that it was given"
 
 
-@broken.law(RUN, "what workers decode: it must be the same bytes")
-def workers_agree(run: modes.Run) -> broken.Findings:
+@law(_RUN, "what `update` puts into the state")
+def state_is_stable(run: modes.Run) -> Findings:
+  """A step returns a state of the structure, shapes and dtypes that it was given."""
+  first = run.placed[0]
+  kind_of = lambda x: described(x) + " (weak)" * getattr(x, "weak_type", False)
+  for state in run.placed[1:]:
+    was: Any = jax.tree.structure(first)
+    now: Any = jax.tree.structure(state)
+    yield _SAME, was != now and f"{was} becomes {now}"
+    for path, *both in kit.zipped(first, state):
+      was, now = map(kind_of, both)
+      yield _SAME, was != now and f"{path} {was} becomes {now}"
+
+
+@law(_RUN, "what `update` puts into the state")
+def steps_are_scanned(run: modes.Run) -> Findings:
+  """``lax.scan`` takes the steps, traced inside a checked ``jax.shard_map``."""
+  axis = run.axis_name
+
+  def scanned(state: Any, gradients: Any, params: Any) -> Any:
+    step = lambda state, x: (run.transformation.update(x, state, params)[1], None)
+    return lax.scan(step, state, jax.tree.map(lambda x: x[:, 0], gradients))[0]
+
+  stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *run.gradients)
+  workers: Any = {"workers": run.workers, "axis_name": axis}
+  state = shapes.state_shapes(run.transformation, run.params, **workers)
+  specs = state_specs(state, axis_name=axis)
+  given: Any = {"in_specs": (specs, P(None, axis), P()), "out_specs": specs}
+  given["mesh"] = AbstractMesh((run.workers,), (axis,), (AxisType.Auto,))
+  try:
+    jax.eval_shape(jax.shard_map(scanned, **given), state, stacked, run.params)
+  except TypeError as error:  # of lax.scan, for the update itself has been traced
+    yield _SAME, " ".join(str(error).split()).partition(". ")[0]
+
+
+@law(_RUN, "what workers decode: it must be the same bytes")
+def workers_agree(run: modes.Run) -> Findings:
   """Every worker gets the same bits, with the shapes and dtypes of the gradients.
 
   With ``exchange="local"`` each keeps its own.
@@ -36,24 +82,20 @@ def workers_agree(run: modes.Run) -> broken.Findings:
     for path, got, like in kit.zipped(*both):
       told = None
       if (got.shape, got.dtype) != (like.shape, like.dtype):
-        told = f"it is {broken.described(got)} in place of {broken.described(like)}"
+        told = f"it is {described(got)} in place of {described(like)}"
       elif run.exchanges:
-        first = np.broadcast_to(np.asarray(got)[:1], got.shape)
-        told = broken.difference(got, first, bits=True)
-      found = told and f"in step {step} of {path}, [worker, ...], {told}"
-      yield SUBJECT, "return the same updates on all workers, like the gradients", found
+        told = difference(got, np.broadcast_to(got[:1], got.shape), bits=True)
+      told = told and f"in step {step} of {path}, [worker, ...], {told}"
+      yield "return the same updates on all workers, like the gradients", told
 
 
-@broken.law(
-  f"{RUN}, gradcomp.{RUN.replace('vmap', 'shard_map')}",
-  "products that a compiler adds without rounding them first, and keys",
-)
-def same_bits_in_every_mode(run: modes.Run, *others: modes.Run) -> broken.Findings:
+@law(f"{_RUN}, gradcomp.{_ON_DEVICES}", "products that jit adds without rounding; keys")
+def same_bits_in_every_mode(run: modes.Run, *others: modes.Run) -> Findings:
   """Other modes have the bits of a run, in the updates and states of all steps."""
   for other in others:
     for path, got, own in kit.zipped(kept(other), kept(run)):
-      told = broken.difference(got, own, of=f"{path}, [worker, ...],", bits=True)
-      yield SUBJECT, f"have the bits in {other.mode} that it has in {run.mode}", told
+      told = difference(got, own, of=f"{path}, [worker, ...],", bits=True)
+      yield f"have the bits in {other.mode} that it has in {run.mode}", told
 
 
 def kept(run: modes.Run) -> list[Any]:
@@ -78,6 +120,40 @@ def _floats(residual: Any) -> Any:
   return jax.jit(read)(residual) if stored else residual
 
 
+@law(_RUN, "what the state holds that is no array")
+def checkpoint_goes_on(run: modes.Run) -> Findings:
+  """The last step has the same bits from a state that was pickled."""
+  state = pickle.loads(pickle.dumps(jax.device_get(run.placed[-2])))
+  again = run.place.update(run.gradients[-1], state, run.params)
+  for path, got, own in kit.zipped(again, (run.outputs[-1], run.placed[-1])):
+    told = difference(got, own, of=path, bits=True)
+    yield "go on from a saved state with the same bits", told
+
+
+@law(_RUN, "`repr` of codec and feedback")
+def record_is_its_own(run: modes.Run) -> Findings:
+  """A record passes with itself, and fails with another N and without a part."""
+  if isinstance(run.sizes, tuple):
+    return  # the record has a number for each axis
+  workers, tx = run.sizes, run.transformation
+  make = lambda: records.make_record(tx, run.params, workers=workers)
+
+  def refused(record: Any) -> str | None:
+    try:
+      records.check_record(record, make())
+    except (ValueError, TypeError) as error:
+      return str(error)
+    return None
+
+  saved = json.loads(json.dumps(make()))
+  yield "have a record that passes with itself", refused(saved)
+  wrong = [{k: v for k, v in saved.items() if k != "workers"}]
+  wrong += [saved | {"workers": [workers + 1]}] if saved["stacked"] else []
+  for told in map(refused, wrong):
+    found = "workers" not in (told or "") and (told or "it passes")
+    yield "have a record that says of how many workers it is", found
+
+
 def spoiled(gradients: kit.Gradients, bad: float = math.nan) -> kit.Gradients:
   """Returns gradients with ``bad`` amid one worker's largest leaf in the last step."""
   leaves, treedef = jax.tree.flatten(gradients[-1])
@@ -88,11 +164,8 @@ def spoiled(gradients: kit.Gradients, bad: float = math.nan) -> kit.Gradients:
   return [*gradients[:-1], jax.tree.unflatten(treedef, leaves)]
 
 
-@broken.law(
-  RUN.replace("[jnp", "gradcomp.testing.laws.spoiled([jnp") + ")",
-  "`decode_rows`, and what is kept of elements that are not finite",
-)
-def non_finite_gradients_are_seen(run: modes.Run) -> broken.Findings:
+@law(_SPOILED, "`decode_rows`, and what is kept of elements that are not finite")
+def non_finite_gradients_are_seen(run: modes.Run) -> Findings:
   """A NaN of one worker reaches every worker's update, and no state.
 
   The gradients of the last step are :func:`spoiled`. Where the mean is not finite, the
@@ -104,16 +177,15 @@ def non_finite_gradients_are_seen(run: modes.Run) -> broken.Findings:
   for state in map(states_in, run.states):
     for path, x in kit.zipped(state):
       bad = jnp.issubdtype(x.dtype, jnp.floating) and not _finite(x).all()
-      told = f"of gradcomp's states{path} is no longer finite" if bad else None
-      yield SUBJECT, expected, told
+      yield expected, bad and f"of gradcomp's states{path} is no longer finite"
   for i, (path, given, got) in enumerate(kit.zipped(run.gradients[-1], outputs)):
     has, sees = map(_spoiled, (given, got))
     # The key alone may have chosen other elements to be sent.
     drawn = run.planned and run.planned[0].codecs[i].facts.same_draws
     hidden = (has.any() if run.exchanges else has) & ~sees
-    if hidden.any() and not (drawn and not sees.any()):
-      told = f"worker {np.argmax(hidden)} gets finite updates alone of {path}"
-      yield SUBJECT, expected, told
+    wrong = hidden.any() and not (drawn and not sees.any())
+    told = f"worker {np.argmax(hidden)} gets finite updates alone of {path}"
+    yield expected, wrong and told
   kept = [jax.tree.leaves(x.residual) if run.planned else [] for x in run.states[-2:]]
   plain = {x.dtype.name for x in kept[1]} == {"float32"} and run.state.velocity is None
   if not plain or not run.exchanges:
@@ -121,11 +193,12 @@ def non_finite_gradients_are_seen(run: modes.Run) -> broken.Findings:
   for (path, got), *both in zip(kit.zipped(outputs), *kept, strict=True):
     fine = _finite(got)
     was, now = (np.asarray(x).reshape(fine.shape) for x in both)
-    told = broken.difference(now[~fine], was[~fine])
-    yield SUBJECT, f"keep the residual of {path} where no mean is finite", told
-    if not fine.all() and fine.any() and now.any():
-      told = "it is what it was" if (now == was).all() else None
-      yield SUBJECT, f"go on with the residual of {path} elsewhere", told
+    expected = (
+      f"keep the residual of {path} where no mean is finite, and go on elsewhere"
+    )
+    yield expected, difference(now[~fine], was[~fine])
+    stays = not fine.all() and fine.any() and now.any() and (now == was).all()
+    yield expected, stays and "it is what it was"
 
 
 def _finite(x: Any) -> np.ndarray:
@@ -138,29 +211,25 @@ def _spoiled(x: Any) -> np.ndarray:
   return np.logical_not(_finite(x).reshape(len(x), -1).all(axis=1))
 
 
-def _are_finite(gradients: Any) -> bool:
-  return all(_finite(x).all() for x in jax.tree.leaves(gradients))
-
-
-@broken.law(RUN, "what is added in a dtype of few exponents")
-def finite_gradients_stay_finite(run: modes.Run) -> broken.Findings:
+@law(_RUN, "what is added in a dtype of few exponents")
+def finite_gradients_stay_finite(run: modes.Run) -> Findings:
   """Updates of finite gradients are finite, also of halves near the largest number.
 
   In a single transformation a NaN spoils no other leaf; of ``exchange="local"`` no
   other worker.
   """
   for step, both in enumerate(zip(run.gradients, run.outputs, strict=True)):
-    if not run.planned and not _are_finite(both[0]):
+    if not run.planned and any(_spoiled(x).any() for x in jax.tree.leaves(both[0])):
       continue
     for path, *pair in kit.zipped(*both):
       bad, hit = map(_spoiled, pair)
       wrong = (hit & ~(bad.any() if run.exchanges else bad)).any()
-      told = f"those of {path} in step {step} are not" if wrong else None
-      yield SUBJECT, "return finite updates of finite gradients", told
+      told = wrong and f"those of {path} in step {step} are not"
+      yield "return finite updates of finite gradients", told
 
 
-@broken.law(RUN, "print(gradcomp.wire_report(compiled))")
-def bytes_are_explained(run: modes.Run) -> broken.Findings:
+@law(_RUN, "print(gradcomp.wire_report(compiled))")
+def bytes_are_explained(run: modes.Run) -> Findings:
   """A compiled step sends the bytes of :func:`gradcomp.explain`, if devices suffice."""
   if len(jax.devices()) < run.workers:
     return
@@ -169,15 +238,14 @@ def bytes_are_explained(run: modes.Run) -> broken.Findings:
   told = explain(tx, run.params, workers=run.sizes).bytes_sent
   report = wire_report(run.program or modes.lowered(tx, run.params, **where))
   usual = [c.times * c.bytes_sent for c in report.collectives if REPEAT not in c.scope]
-  total = sum(usual)
   # Each collective's bytes are rounded up.
-  same = abs(total - told) <= len(usual)
+  wrong = abs(sum(usual) - told) > len(usual)
   expected = f"send the {told} bytes a step that gradcomp.explain counts"
-  yield SUBJECT, expected, None if same else f"its collectives send {total}"
+  yield expected, wrong and f"its collectives send {sum(usual)}"
 
 
-@broken.law(RUN, "the residual: x - decode(encode(x))")
-def nothing_is_lost(run: modes.Run) -> broken.Findings:
+@law(_RUN, "the residual: x - decode(encode(x))")
+def nothing_is_lost(run: modes.Run) -> Findings:
   """Updates, residuals and owner residuals add up to the gradients, with feedback.
 
   In each step the updates and residuals of all workers, and N times the residuals of
@@ -194,10 +262,10 @@ def nothing_is_lost(run: modes.Run) -> broken.Findings:
     return
   n = run.workers
   for step, both in enumerate(zip(run.gradients, run.outputs, strict=True)):
-    if not _are_finite(both[0]):
+    if any(_spoiled(x).any() for x in jax.tree.leaves(both[0])):
       return
     before, after = run.states[step : step + 2]
-    (waited, was), (waits, owns) = (waiting(plan, x, n) for x in (before, after))
+    (waited, was), (waits, owns) = (_waiting(plan, x, n) for x in (before, after))
     velocity = jax.tree.leaves(before.velocity)
     for i, (path, *pair) in enumerate(kit.zipped(*both)):
       given, sent = (np.asarray(x, np.float64) for x in pair)
@@ -213,17 +281,66 @@ def nothing_is_lost(run: modes.Run) -> broken.Findings:
       # Each of at most 4 N + 8 numbers that are rounded is below the largest; one l2
       # norm a tensor makes residuals much larger than gradients.
       parts = (given, sent, waited[i], waits[i], was[i] / n, owns[i] / n)
-      largest = max(1.0, *(np.abs(x).max(initial=0) for x in parts))
-      unit = (4 * n + 8) * 2.0**-23 + 2 * n * storing(after, i)
-      wrong = ~(np.abs(total - expected) <= unit * largest)
-      told = broken.first_wrong(wrong, total, expected)
+      unit = (4 * n + 8) * 2.0**-23 + 2 * n * _storing(after, i)
+      wrong = ~(np.abs(total - expected) <= unit * max(1.0, _largest(*parts)))
+      told = first_wrong(wrong, total, expected)
       if told:
         shares = "{:.4g} sent, {:.4g} in residuals, {:.4g} with its owner"
         told += ": " + shares.format(*sums[:, wrong][:, 0])
-      yield SUBJECT, f"send or keep all of {path} in step {step}", told
+      yield f"send or keep all of {path} in step {step}", told
 
 
-def waiting(plan: MessagePlan, state: Any, workers: int) -> tuple[list[Any], list[Any]]:
+@law(_ON_DEVICES, "`state_specs` of what it keeps")
+def resharding_keeps_sums(run: modes.Run) -> Findings:
+  """With one worker less and one more, sums that are not sent yet stay.
+
+  Arrays that workers share stay, and so do the sums of the owners, if they have any
+  before and after. A run of global arrays alone shows it, and a single transformation.
+  """
+  n, state = run.workers, run.placed[-1]
+  if run.planned is None or run.place.where is None or isinstance(run.sizes, tuple):
+    return
+  if state.estimate is not None and run.mode == modes.EXPLICIT:
+    return  # an estimate is of a sum there
+  for new in sorted({max(1, n - 1), n + 1} - {n}):
+    try:
+      made = study(run.transformation, run.params, new).made
+    except ValueError:  # groups do not divide the workers
+      continue
+    ((plan, _),) = made
+    expected = f"keep its sums from {n} to {new} workers"
+    given: Any = {"axis_name": run.axis_name, "old_workers": n, "workers": new}
+    moved = reshard.reshard_state(run.transformation, run.params, state, **given)
+    specs = jax.tree.leaves(state_specs(state, axis_name=run.axis_name))
+    for (path, *both), spec in zip(kit.zipped(moved, state), specs, strict=True):
+      told = spec == P() and difference(*both, of=f"the shared {path}")
+      yield expected, told
+    # Not where estimates take the place of owner residuals.
+    apart = state.estimate is None and state.server_residual and moved.server_residual
+    waited, was = _waiting(run.planned[0], state, n)
+    waits, owns = _waiting(plan, moved, new)
+    for i, (path, _) in enumerate(kit.zipped(run.params)):
+      # Each of at most N additions rounds, and storing does. Sums of up to 32, of which
+      # rotated rows are made, round ten times both ways.
+      turned, bound = 20 * 2.0**-24 * _largest(was[i]), 0.0
+      before, after, parts = waited[i].sum(axis=0), waits[i].sum(axis=0), [waits[i]]
+      if apart:
+        wrong = ~(np.abs(owns[i] - was[i]) <= 2.0**-22 * np.abs(was[i]) + turned)
+        told = first_wrong(wrong, owns[i], was[i])
+        yield expected, told and f"of what owners keep of {path} {told}"
+      else:
+        before, after, bound = before + was[i], after + owns[i], turned
+      if state.estimate is not None:  # means of estimates, sums of gradients of about 1
+        before, after, parts = before / n, after / new, [*parts, np.ones(())]
+      unit = (n + 2) * (2.0**-23 + _storing(state, i))
+      bound += unit * _largest(waited[i], *parts)
+      told = first_wrong(~(np.abs(after - before) <= bound), after, before)
+      yield expected, told and f"of what waits of {path} {told}"
+
+
+def _waiting(
+  plan: MessagePlan, state: Any, workers: int
+) -> tuple[list[Any], list[Any]]:
   """Returns each leaf's unsent sums, float64 ``[N, ...]``, and N times its owners'."""
   kept: list[Any] = [np.zeros((workers, *x.shape)) for x in plan.leaves]
   owned, arrays = [x[0] for x in kept], state.server_residual
@@ -238,8 +355,12 @@ def waiting(plan: MessagePlan, state: Any, workers: int) -> tuple[list[Any], lis
   return kept, owned
 
 
-def storing(state: Any, i: int) -> float:
+def _storing(state: Any, i: int) -> float:
   """Returns the rounding error of a stored residual, over its largest element."""
   residual = jax.tree.leaves(state.residual, is_leaf=is_stored)
   errors = {"float32": 0.0, "bfloat16": 2.0**-7, "int8": 1 / 63}
   return errors[kind(residual[i])] if residual else 0.0
+
+
+def _largest(*arrays: np.ndarray) -> float:
+  return max(np.abs(x).max(initial=0) for x in arrays)

@@ -18,7 +18,7 @@ from jax.extend import core
 from jax.extend.core.primitives import sharding_constraint_p
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from gradcomp._src.mesh import shard_maps, specs
+from gradcomp._src.mesh import axes, shard_maps
 
 
 def over(
@@ -102,7 +102,7 @@ class _Move:
         manual = dict.fromkeys(self.names, AxisType.Manual)
         return x.abstract_mesh.update_axis_types(manual)
       case NamedSharding():
-        spec = specs.restrict_spec(x.spec, {*x.mesh.axis_names} - self.names)
+        spec = axes.restrict_spec(x.spec, {*x.mesh.axis_names} - self.names)
         return NamedSharding(self.of(x.mesh), spec, memory_kind=x.memory_kind)
       case core.Jaxpr():  # since JAX 0.12 a closed one is one, too
         moved, consts = self.jaxpr(x), getattr(x, "consts", ())

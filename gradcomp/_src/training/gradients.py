@@ -1,27 +1,36 @@
 """Gradients of each worker: JAX must not take their mean before the compression."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.tree_util import Partial
 
-from gradcomp._src.checks import flag, positions
-from gradcomp._src.exchange.collectives import pmean
+from gradcomp._src.checks import flag, integer, positions
+from gradcomp._src.exchange.collectives import pmean, psum
 from gradcomp._src.floats.dtypes import addend_dtype
-from gradcomp._src.mesh import axes, closures, per_worker, place, shard_maps, types
-from gradcomp._src.mesh.param_specs import specs_like
-from gradcomp._src.mesh.trees import combine, is_array, is_trainable, split
-from gradcomp._src.training import batches, constraints, loss_form
+from gradcomp._src.mesh import axes, shard_maps, trees, types
+from gradcomp._src.mesh.agreement import require_agreement
+from gradcomp._src.mesh.axes import AxisName
+from gradcomp._src.mesh.shard_maps import OF_LOSS, specs_like, with_note
+from gradcomp._src.mesh.types import GATHER_FIRST, leaves_cut
+from gradcomp._src.training import batches, constraints
 
 P = ParamSpec("P")
 Params = TypeVar("Params")
 Value = TypeVar("Value")
+_KEY = jax.dtypes.prng_key
+ACCUMULATE = integer("a number of micro-batches, 1 or more", 1)
+Function = Callable[..., Any]  # a loss, or one that returns a value and gradients
 
 
-def defer_reduction(params: Params, *, axis_name: axes.AxisName) -> Params:
+def defer_reduction(params: Params, *, axis_name: AxisName) -> Params:
   """Returns the parameters, typed as differing between workers: gradients stay local.
 
   Inside ``jax.shard_map`` with its default ``check_vma=True``, JAX all-reduces the
@@ -50,19 +59,19 @@ def defer_reduction(params: Params, *, axis_name: axes.AxisName) -> Params:
     >>> jax.shard_map(grads, mesh=mesh, in_specs=P(), out_specs=P("data"))(jnp.ones(2))
     Array([2., 2.], dtype=float32)
   """
-  arrays, others = split(params)
+  arrays, others = trees.split(params)
   mesh, kind = types.around(params, axis_name)
   if kind == AxisType.Explicit:
-    return combine(types.mark_reduced(arrays, axis_name), others)
+    return trees.combine(types.mark_reduced(arrays, axis_name), others)
   axes.require_size(axis_name, mesh)
-  return combine(types.mark_varying(arrays, axis_name), others)
+  return trees.combine(types.mark_varying(arrays, axis_name), others)
 
 
 @overload
 def value_and_grad(
   loss_fn: Callable[Concatenate[Params, P], Value],
   *,
-  axis_name: axes.AxisName | None,
+  axis_name: AxisName | None,
   argnums: Literal[0] = 0,
   has_aux: bool = False,
   has_weight: Literal[False] = False,
@@ -77,7 +86,7 @@ def value_and_grad(
 def value_and_grad(
   loss_fn: Callable[P, Any],
   *,
-  axis_name: axes.AxisName | None,
+  axis_name: AxisName | None,
   argnums: int | tuple[int, ...] = 0,
   has_aux: bool = False,
   has_weight: bool = False,
@@ -91,7 +100,7 @@ def value_and_grad(
 def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
   loss_fn: Callable[..., Any],
   *,
-  axis_name: axes.AxisName | None,
+  axis_name: AxisName | None,
   argnums: int | tuple[int, ...] = 0,
   has_aux: bool = False,
   has_weight: bool = False,
@@ -174,123 +183,287 @@ def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
     (Array([4., 4.], dtype=float32), Array([1., 3.], dtype=float32))
   """
   flag("has_weight", has_weight)
-  named = positions("batch_argnums", 1 if batch_argnums is None else batch_argnums)
-  form = loss_form.LossForm(
+  cut = 1 if batch_argnums is None else batch_argnums
+  form = LossForm(
     argnums=positions("argnums", argnums),
     has_aux=has_aux,
     has_weight=has_weight,
-    accumulate=loss_form.ACCUMULATE.check("accumulate", accumulate),
-    cut=batches.several(named),
+    accumulate=ACCUMULATE.check("accumulate", accumulate),
+    cut=batches.several(positions("batch_argnums", cut)),
   )
+  told = vars(form) | {"accumulate": None}  # how many micro-batches sends nothing
 
   def local_value_and_grad(*given: Any, **kwargs: Any) -> tuple[Any, Any]:
-    count = len(given)
-    differentiated = batches.among("argnums", form.argnums, count)
-    for i in differentiated:
-      check_trainable(f"argument {i} of `loss_fn`", given[i])
-    own_loss, args = loss_form.of_trainable(loss_fn, given, differentiated)
+    differentiated = batches.among("argnums", form.argnums, len(given))
+    names = {i: f"argument {i} of `loss_fn`" for i in differentiated}
+    own_loss, args = of_trainable(loss_fn, given, names)
     if axis_name is None:
       return form.value_and_grad(own_loss, None)(*args, **kwargs)
     params, whole = [args[i] for i in differentiated], (args, kwargs)
     around, kind = types.around(whole, axis_name, mesh)
-    if kind == AxisType.Explicit:
-      for _, cut_over, _ in place.leaves_cut(params, axis_name):
+    is_sum = kind == AxisType.Explicit
+    if not is_sum and kind != AxisType.Auto:
+      for i in differentiated:
+        args[i] = defer_reduction(args[i], axis_name=axis_name)
+      value, grads = form.value_and_grad(own_loss, axis_name)(*args, **kwargs)
+      loss = pmean(value[0] if has_aux else value, axis_name)
+      require_agreement("gradcomp.value_and_grad", told, loss, axis_name)
+      return (loss, value[1]) if has_aux else loss, grads
+    over, parts = frozenset(axes.axis_names(axis_name)), form
+    if is_sum:
+      for _, cut_over, _ in leaves_cut(params, axis_name):
         raise ValueError(
           "`argnums` must name arguments that every worker has whole, got one sharded "
-          f"over {cut_over}: {place.GATHER_FIRST}; or compress over other axes of the "
+          f"over {cut_over}: {GATHER_FIRST}; or compress over other axes of the "
           "batch."
         )
-      if not types.sharded_over(whole).issuperset(axes.axis_names(axis_name)):
+      if not types.sharded_over(whole).issuperset(over):
         raise ValueError(
           "`axis_name` must shard an argument, but none is sharded over "
           f"{axis_name!r}: every worker would compute the same gradient. Put the batch "
           "there: jax.device_put(batch, jax.NamedSharding(mesh, jax.P(axis_name)))."
         )
       specs = types.typed_specs(jax.tree.leaves(whole), axis_name)
-      value, stack = _stacked(form, own_loss, whole, specs, around, axis_name)
-      grads = shard_maps.unreduce(stack, axis_name)
-    elif kind == AxisType.Auto:
-      workers = math.prod(around.shape[name] for name in axes.axis_names(axis_name))
-      cut, parts = batches.batches_in(args, differentiated, batch_argnums), form
-      rows = set[int]()  # of arrays that no worker may have whole
-      if batch_argnums is None:
-        # All that workers share is cut into micro-batches, but for keys and numbers.
-        micro = tuple(i for i in cut if batches.rows_of(args[i]))
-        parts = dataclasses.replace(form, cut=micro)
-        if workers > 1:
-          rows = batches.rows_of([args[i] for i in cut])
-          uncut = set(range(count)).difference(cut, differentiated)
-          others = {f"argument {i}": args[i] for i in sorted(uncut)}
-          others |= {f"keyword {name}": x for name, x in kwargs.items()}
-          batches.check_others(rows, others | {"`loss_fn` ": loss_fn})
+    else:
+      workers = math.prod(around.shape[name] for name in over)
+      specs, micro_batches, rows = batches.argument_specs(
+        whole, loss_fn, differentiated, batch_argnums, axis_name, workers
+      )
+      parts = dataclasses.replace(form, cut=micro_batches)
       tree = params[0] if isinstance(form.argnums, int) else tuple(params)
       kept = specs_like(tree, param_specs, axis_name, around)
-      specs = batches.specs_of(whole, cut, axis_name, workers)
-      value, stack = _stacked(parts, own_loss, whole, specs, around, axis_name, rows)
-      grads = per_worker.marked(stack, axis_name, kept)
-    else:
-      for i in differentiated:
-        args[i] = defer_reduction(args[i], axis_name=axis_name)
-      value, grads = form.value_and_grad(own_loss, axis_name)(*args, **kwargs)
-      loss = pmean(value[0] if has_aux else value, axis_name)
-      form.require_agreement(loss, axis_name)
-      return (loss, value[1]) if has_aux else loss, grads
-    form.require_agreement(value, axis_name)
-    return value, grads
+    leaves, treedef = jax.tree.flatten((args, kwargs, own_loss))
+    specs += types.typed_specs(leaves[len(specs) :], axis_name)
+    places = [i for i, spec in enumerate(specs) if spec is not None]
+
+    def local(arrays: Sequence[jax.Array]) -> tuple[Any, Any]:
+      own = put(leaves, places, arrays)
+      args, kwargs, own_loss = jax.tree.unflatten(treedef, own)
+      if not is_sum:
+        args, kwargs = batches.with_own_keys((args, kwargs), axis_name)
+      own_loss = with_note(own_loss, OF_LOSS, around, over)
+      grad_fn = parts.value_and_grad(own_loss, axis_name, averages_aux=True)
+      value, grads = grad_fn(*args, **kwargs)
+      if is_sum:
+        share = 1 / axes.require_size(axis_name)
+        grads = jax.tree.map(lambda g: g.astype(addend_dtype(g.dtype)) * share, grads)
+      mean = mean_of_workers(value, axis_name)
+      return mean, jax.tree.map(lambda g: g[None], grads)
+
+    in_map = local
+    if not is_sum:
+      check = lambda x: batches.check_others(rows, {"what `loss_fn` closes over": x})
+      in_map = constraints.over(local, over, around, check)
+    value, stack = jax.shard_map(
+      in_map,
+      mesh=around,
+      in_specs=([specs[i] for i in places],),
+      out_specs=(PartitionSpec(), PartitionSpec(axis_name)),
+      axis_names=over,
+      # Else a loss that starts a loop with constants would fail, as many models do.
+      check_vma=False,
+    )([leaves[i] for i in places])
+    require_agreement("gradcomp.value_and_grad", told, value, axis_name)
+    if is_sum:
+      return value, shard_maps.unreduce(stack, axis_name)
+    return value, trees.marked(stack, axis_name, kept)
 
   return local_value_and_grad
 
 
-def _stacked(  # noqa: PLR0913 - facts of a map
-  form: loss_form.LossForm,
-  loss_fn: Callable[..., Any],
-  given: tuple[Sequence[Any], dict[str, Any]],
-  specs: Sequence[PartitionSpec | None],
-  mesh: Mesh | AbstractMesh,
-  axis_name: axes.AxisName,
-  rows: Collection[int] = (),
-) -> tuple[Any, Any]:
-  """Returns the mean value and gradients ``[N, ...]``, addends under Explicit axes."""
-  leaves, treedef = jax.tree.flatten((*given, loss_fn))
-  specs = [*specs, *types.typed_specs(leaves[len(specs) :], axis_name)]
-  places = [i for i, spec in enumerate(specs) if spec is not None]
-  names = frozenset(axes.axis_names(axis_name))
-  is_sum = names.issubset(mesh.explicit_axes)
+def of_trainable(
+  loss_fn: Function, args: Sequence[Any], names: dict[int, str]
+) -> tuple[Function, list[Any]]:
+  """Returns a loss of named arguments' trainable leaves, and its arguments."""
+  # It holds all else, and is then a tree: its arrays become arguments of maps.
+  own, others = list(args), {}
+  for i, name in names.items():
+    own[i], others[i] = trees.split(args[i])
+    leaves = jax.tree_util.tree_leaves_with_path(args[i])
+    if leaves and not jax.tree.leaves(own[i]):
+      path, leaf = leaves[0]
+      raise TypeError(
+        f"{name} must have an array of real or complex floats to train, but has none: "
+        f"{jax.tree_util.keystr(path) or 'it'} is {_shown(leaf)}; make it one by "
+        "jnp.asarray(x, jnp.float32)."
+      )
+  if not jax.tree.leaves(others):
+    return loss_fn, own
 
-  def local(arrays: Sequence[jax.Array]) -> tuple[Any, Any]:
-    own = loss_form.put(leaves, places, arrays)
-    args, kwargs, own_loss = jax.tree.unflatten(treedef, own)
-    if not is_sum:
-      args, kwargs = batches.with_own_keys((args, kwargs), axis_name)
-    own_loss = closures.with_note(own_loss, closures.OF_LOSS, mesh, names)
-    grad_fn = form.value_and_grad(own_loss, axis_name, averages_aux=True)
-    value, grads = grad_fn(*args, **kwargs)
-    if is_sum:
-      share = 1 / axes.require_size(axis_name)
-      grads = jax.tree.map(lambda g: g.astype(addend_dtype(g.dtype)) * share, grads)
-    mean = loss_form.mean_of_workers(value, axis_name)
-    return mean, jax.tree.map(lambda g: g[None], grads)
+  def combined(loss_fn: Any, others: dict[int, Any], *args: Any, **kwargs: Any) -> Any:
+    whole = [trees.combine(args[i], part) for i, part in others.items()]
+    return loss_fn(*put(args, others, whole), **kwargs)
 
-  check = lambda x: batches.check_others(rows, {"what `loss_fn` closes over": x})
-  return jax.shard_map(
-    local if is_sum else constraints.over(local, names, mesh, check),
-    mesh=mesh,
-    in_specs=([specs[i] for i in places],),
-    out_specs=(PartitionSpec(), PartitionSpec(axis_name)),
-    axis_names=names,
-    # Else a loss that starts a loop with constants would fail, as many models do.
-    check_vma=False,
-  )([leaves[i] for i in places])
+  return Partial(combined, loss_fn, others), own
 
 
-def check_trainable(name: str, params: Any) -> None:
-  """Raises TypeError if no leaf has a gradient; it names the first."""
-  leaves = jax.tree_util.tree_leaves_with_path(params)
-  if leaves and not any(is_trainable(x) for _, x in leaves):
-    path, leaf = leaves[0]
-    raise TypeError(
-      f"{name} must have an array of real or complex floats to train, but has none: "
-      f"{jax.tree_util.keystr(path) or 'it'} is "
-      f"{jax.typeof(leaf).str_short() if is_array(leaf) else repr(leaf)}; make it one "
-      "by jnp.asarray(x, jnp.float32)."
+def _shown(x: Any) -> str:
+  return jax.typeof(x).str_short() if trees.is_array(x) else repr(x)
+
+
+def check_numbers(aux: Any) -> None:
+  """Raises TypeError for a leaf without a mean in an aux that is averaged."""
+  for path, x in jax.tree_util.tree_leaves_with_path(aux):
+    kind = getattr(x, "dtype", type(x))
+    if not any(jnp.issubdtype(kind, x) for x in (jnp.number, jnp.bool_, _KEY)):
+      raise TypeError(
+        f"`aux`{jax.tree_util.keystr(path)} must be a PRNG key or numbers, because aux "
+        f"is averaged over workers and micro-batches, got {_shown(x)}; let `loss_fn` "
+        "return an aux without it."
+      )
+
+
+def mean_of_workers(tree: Any, axis_name: AxisName | None) -> Any:
+  """Returns means over the workers; keys and unsigned integers of the first worker."""
+  if axis_name is None:
+    return tree
+
+  def first(x: jax.Array) -> jax.Array:
+    if jnp.issubdtype(x.dtype, _KEY):
+      data = first(jax.random.key_data(x))
+      return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return psum(jnp.where(lax.axis_index(axis_name) == 0, x, 0), axis_name)
+
+  leaves, treedef = jax.tree.flatten(tree)
+  means = iter(pmean([x for x in leaves if not _counts(x)], axis_name))
+  found = [first(x) if _counts(x) else next(means) for x in leaves]
+  return jax.tree.unflatten(treedef, found)
+
+
+def _counts(x: Any) -> bool:
+  """Returns True for a PRNG key and for unsigned integers, by which modules count."""
+  dtype = jnp.result_type(x)
+  return any(jnp.issubdtype(dtype, kind) for kind in (jnp.unsignedinteger, _KEY))
+
+
+def put(args: Sequence[Any], places: Iterable[int], new: Sequence[Any]) -> list[Any]:
+  """Returns arguments with others at some places."""
+  own = list(args)
+  for i, x in zip(places, new, strict=True):
+    own[i] = x
+  return own
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossForm:
+  """The form of a loss, with the options of :func:`gradcomp.value_and_grad`."""
+
+  argnums: int | tuple[int, ...] = 0
+  has_aux: bool
+  has_weight: bool
+  accumulate: int
+  cut: tuple[int, ...] = (1,)  # batch_argnums
+
+  def value_and_grad(
+    self, loss_fn: Function, axis_name: AxisName | None, *, averages_aux: bool = False
+  ) -> Function:
+    """Returns a function with a worker's value and gradients, or its part of means."""
+    several, n = self.accumulate > 1, self.argnums
+    averages_aux = self.has_aux and (averages_aux or several)
+
+    def one(*args: Any, **kwargs: Any) -> Any:
+      result = loss_fn(*args, **kwargs)
+      match result:
+        case (_, aux) if averages_aux:
+          check_numbers(aux)
+      if not self.has_weight:
+        return result
+      total, weight, aux = self._weighed(result)
+      # Gradients of half precision are those of a mean, which fits into their range.
+      value = total / _mean_weight(weight, None if several else axis_name)
+      if several:
+        return value, (weight, aux)
+      return (value, aux) if self.has_aux else value
+
+    grad_fn = jax.value_and_grad(one, n, self.has_aux or (self.has_weight and several))
+    if not several:
+      return grad_fn
+
+    def accumulated(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+      def add(total: Any, micro_batch: Any) -> tuple[Any, Any]:
+        value, grads = grad_fn(*put(args, self.cut, micro_batch), **kwargs)
+        part = lambda t, g: g.astype(t.dtype)
+        if self.has_weight:
+          loss, (weight, aux) = value
+          own = _mean_weight(weight, None)
+          value = loss * own, weight, aux
+          part = lambda t, g: g.astype(t.dtype) * own.astype(t.dtype)
+        return jax.tree.map(lambda t, g: t + part(t, g), total, grads), value
+
+      params = args[n] if isinstance(n, int) else tuple(args[i] for i in n)
+      zeros = lambda x: jnp.zeros_like(x, dtype=jnp.promote_types(x.dtype, jnp.float32))
+      totals, value = lax.scan(add, jax.tree.map(zeros, params), self._split(args))
+      of_leaf = lambda x: x[-1] if _counts(x) else jnp.mean(x, axis=0)
+      mean = functools.partial(jax.tree.map, of_leaf)
+      share: Any = self.accumulate
+      if self.has_weight:
+        losses, weights, aux = value
+        share = _mean_weight(jnp.sum(weights), axis_name)
+        loss = jnp.sum(losses) / share
+        value = (loss, mean(aux)) if self.has_aux else loss
+      else:
+        value = mean(value)
+      divide = lambda t, x: (t / jnp.asarray(share, t.dtype)).astype(x.dtype)
+      return value, jax.tree.map(divide, totals, params)
+
+    return accumulated
+
+  def value(
+    self, loss_fn: Function, axis_name: AxisName | None, args: Sequence[Any]
+  ) -> jax.Array:
+    """Returns the loss of all micro-batches, of a loss with aux, without gradients."""
+
+    def part(micro_batch: Any) -> tuple[jax.Array, jax.Array]:
+      result = loss_fn(*put(args, self.cut, micro_batch))
+      if self.has_weight:
+        return self._weighed(result)[:2]
+      return result[0], jnp.ones_like(result[0])
+
+    if self.accumulate == 1:
+      total, weight = part([args[i] for i in self.cut])
+    else:
+      total, weight = jax.tree.map(jnp.sum, lax.map(part, self._split(args)))
+    return total / _mean_weight(weight, axis_name if self.has_weight else None)
+
+  def _split(self, args: Any) -> tuple[Any, ...]:
+    """Returns the split arguments with a new first axis of micro-batches."""
+
+    def part(path: Any, x: Any) -> Any:
+      if not jnp.shape(x) or jnp.shape(x)[0] % self.accumulate:
+        raise ValueError(
+          "`accumulate` must divide the first axis of a worker's part of the batch, "
+          f"got {self.accumulate} and the shape {jnp.shape(x)} at "
+          f"{jax.tree_util.keystr(path)}."
+        )
+      rows = x.shape[0] // self.accumulate
+      return jnp.reshape(x, (self.accumulate, rows, *x.shape[1:]))
+
+    return tuple(jax.tree_util.tree_map_with_path(part, args[i]) for i in self.cut)
+
+  def _weighed(self, result: Any) -> tuple[jax.Array, jax.Array, Any]:
+    """Returns a loss's total and weight, in float32 or wider, and aux."""
+    is_number = lambda x, kind: (
+      jax.tree_util.all_leaves([x])
+      and not jnp.shape(x)
+      and jnp.issubdtype(jnp.result_type(x), kind)
     )
+    match result if self.has_aux else (result, None):
+      case ((total, weight), aux) if is_number(total, jnp.floating) and is_number(
+        weight, jnp.number
+      ):
+        wide = jnp.promote_types(jnp.result_type(total), jnp.float32)
+        weight = lax.stop_gradient(jnp.asarray(weight)).astype(wide)
+        return jnp.asarray(total).astype(wide), weight, aux
+    form = "((total, weight), aux)" if self.has_aux else "(total, weight)"
+    raise TypeError(
+      f"`loss_fn` must return {form} with has_weight=True and has_aux={self.has_aux}, "
+      "where total is a real float, the sum of weighted losses, and weight a number, "
+      f"the sum of their weights, got {jax.tree.map(jnp.shape, result)}."
+    )
+
+
+def _mean_weight(weight: jax.Array, axis_name: AxisName | None) -> jax.Array:
+  """Returns the mean of the workers' weights; 1 if it is zero."""
+  if axis_name is not None:
+    weight = pmean(types.mark_varying(weight, axis_name), axis_name)
+  return jnp.where(weight == 0, jnp.ones_like(weight), weight)

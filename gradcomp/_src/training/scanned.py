@@ -11,12 +11,11 @@ from jax.custom_derivatives import SymbolicZero
 from jax.tree_util import tree_leaves_with_path
 
 from gradcomp._src.core.state import ScanState, is_scan
-from gradcomp._src.kernels.common.threefry import fold_key
-from gradcomp._src.mesh import param_specs, study, trees, types
-from gradcomp._src.mesh.specs import axes_in, is_spec
-from gradcomp._src.parallel import scan as scans
-from gradcomp._src.parallel.compress_in_scan import ScanOptions
-from gradcomp._src.training.loss_form import Function, LossForm
+from gradcomp._src.kernels.common.dithers import fold_key
+from gradcomp._src.mesh import shard_maps, study, trees, types
+from gradcomp._src.mesh.axes import axes_in, is_spec
+from gradcomp._src.parallel.scan import LayerScan
+from gradcomp._src.training.gradients import Function, LossForm
 
 _IN_OPTIMIZER = (
   'optax.partition({"layers": gradcomp.parallel.compress_in_scan(...), "others": '
@@ -33,15 +32,13 @@ def takes_scan(loss_fn: Callable[..., Any]) -> bool:
 
 
 def value_and_grad(
-  loss_fn: Function, form: LossForm, scanned: Any, opt_state: Any, *args: Any
+  loss_fn: Function, form: LossForm, scanned: Any, params: Any, *rest: Any
 ) -> tuple[Any, Any, dict[str, Any]]:
   """Returns a worker's value, gradients (means of layers), and args of ``update``."""
-  # `scanned` is what scanned_layers returns.
-  (options, places), (params, *rest) = scanned, args
-  (state,) = _states_in(opt_state)
+  layer_scan, state, places = scanned  # what scanned_layers returns
   key = fold_key(state.layers.key, state.layers.count)
   leaves, treedef = jax.tree.flatten(params)
-  specs = jax.tree.leaves(param_specs.shards_of(params)[0], is_leaf=is_spec)
+  specs = jax.tree.leaves(shard_maps.shards_of(params)[0], is_leaf=is_spec)
   if cut := axes_in([specs[i] for i in places] if specs else []):
     raise ValueError(
       "`params` must have layers that no Auto axis shards where the loss scans them, "
@@ -73,8 +70,7 @@ def value_and_grad(
         )
       called.append(True)
       whole = trees.combine(jax.tree.unflatten(treedef, [*layers.values()]), rest)
-      way = {name: x for name, x in vars(options).items() if name != "keeps"}
-      return scans.scan(body, carry, whole, residual=residual, key=key, **way)
+      return layer_scan(body, carry, whole, residual=residual, key=key)
 
     result = loss_fn(together(others | seen), *args, scan=scan)
     if not called:
@@ -86,9 +82,10 @@ def value_and_grad(
     return result
 
   # Layers stay typed as equal on all workers, and so do their means.
-  parts = types.mark_varying(others, options.axis_name), layers, state.residual
-  value, grads = form.value_and_grad(loss, options.axis_name)(parts, *rest)
-  kept = {"scan_residual": grads[2]} if options.keeps else {}
+  axis_name = layer_scan.keywords["axis_name"]
+  parts = types.mark_varying(others, axis_name), layers, state.residual
+  value, grads = form.value_and_grad(loss, axis_name)(parts, *rest)
+  kept = {} if state.residual is None else {"scan_residual": grads[2]}
   return value, together(grads[0] | grads[1]), kept
 
 
@@ -111,15 +108,20 @@ def _only_in_scan(path: str, x: jax.Array) -> jax.Array:
 
 
 def scanned_layers(
-  optimizer: optax.GradientTransformation, params: Any, opt_state: Any, takes: bool
-) -> tuple[ScanOptions, list[int]] | None:
-  """Returns the options of scanned layers, and their places among the parameters."""
-  if not _states_in(opt_state) and not takes:
+  optimizer: optax.GradientTransformation,
+  params: Any,
+  opt_state: Any,
+  used: dict[str, bool],
+  takes: bool,
+) -> tuple[LayerScan, ScanState, list[int]] | None:
+  """Returns the options and the state of scanned layers, and their places, if any."""
+  states = [x for x in jax.tree.leaves(opt_state, is_leaf=is_scan) if is_scan(x)]
+  if not states and not takes:
     return None
   with study.STUDY(study.Study()):
     jaxpr = jax.make_jaxpr(optimizer.init)(params).jaxpr
   notes = [x for x in jaxpr.eqns if x.primitive is study.NOTE]
-  found = [x for x in notes if isinstance(x.params["about"], ScanOptions)]
+  found = [x for x in notes if isinstance(x.params["about"], LayerScan)]
   if len(found) != 1 or not takes:
     has = "a parameter `scan`" if takes else "no parameter `scan`"
     raise ValueError(
@@ -135,22 +137,16 @@ def scanned_layers(
       "`optimizer` must give compress_in_scan the parameters as they are, but a "
       "transformation around its init changes them; put it after the exchange."
     )
-  return found[0].params["about"], places
-
-
-def check_alone(opt_state: Any, options: dict[str, bool]) -> None:
-  """Raises ValueError for options that would exchange layers, or drop residuals."""
-  several = lambda x: isinstance(x, optax.MultiStepsState)
-  nodes = filter(several, jax.tree.leaves(opt_state, is_leaf=several))
-  inside = _states_in([x.inner_opt_state for x in nodes])
-  for name, given in (options | {"optax.MultiSteps": bool(inside)}).items():
+  # These would exchange layers, or drop residuals.
+  is_outer = lambda x: is_scan(x) or isinstance(x, optax.MultiStepsState)
+  outer = map(is_scan, jax.tree.leaves(opt_state, is_leaf=is_outer))
+  several = {"optax.MultiSteps": bool(states) and not any(outer)}
+  for name, given in (used | several).items():
     if given:
       raise ValueError(
         f"`{name}` must not be used with a loss that takes `scan`, which exchanges "
         "the gradients of layers in each backward pass; exchange them after the loop, "
         "by gradcomp.compress and jax.lax.scan."
       )
-
-
-def _states_in(opt_state: Any) -> list[ScanState]:
-  return [x for x in jax.tree.leaves(opt_state, is_leaf=is_scan) if is_scan(x)]
+  (state,) = states  # as many as their notes
+  return found[0].params["about"], state, places

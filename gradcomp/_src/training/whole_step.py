@@ -9,10 +9,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from gradcomp._src.core.specs import state_specs
 from gradcomp._src.core.state import states_in
-from gradcomp._src.mesh import axes, types
-from gradcomp._src.mesh import param_specs as placements
-from gradcomp._src.mesh.specs import axes_in, is_spec
-from gradcomp._src.training import batches, constraints, loss_form
+from gradcomp._src.mesh import axes, shard_maps, types
+from gradcomp._src.mesh.axes import axes_in, is_spec
+from gradcomp._src.training import batches, constraints, gradients
 
 
 def whole_step(
@@ -78,7 +77,7 @@ def whole_step(
 
   def local(state: Any, batch: Any, *extra: Any) -> tuple[Any, Any]:
     state, metrics = step(state, *batches.with_own_keys((batch, *extra), axis_name))
-    return state, loss_form.mean_of_workers(metrics, axis_name)
+    return state, gradients.mean_of_workers(metrics, axis_name)
 
   def on_workers(state: Any, batch: Any, *extra: Any) -> tuple[Any, Any]:
     around, kind = types.around((state, batch, extra), axis_name, mesh)
@@ -94,14 +93,15 @@ def whole_step(
         f"take steps of their own, got {jax.tree.structure(state)}; put one in front "
         f"of the optimizer: optax.chain(gradcomp.qsgd(axis_name={axis_name!r}), tx)."
       )
-    batches.check_shared(batch, math.prod(around.shape[name] for name in names))
+    workers = math.prod(around.shape[name] for name in names)
+    batches.check_shared("`batch`", batch, workers)
     specs, whole = state_specs(state, axis_name=axis_name), PartitionSpec()
-    cut = lambda x: whole if batches.is_key(x) else PartitionSpec(axis_name)
-    with placements.PLACED(_places(state, param_specs, axis_name, around)):
+    cut = batches.cut_specs(batch, axis_name)
+    with shard_maps.PLACED(_places(state, param_specs, axis_name, around)):
       return jax.shard_map(
         constraints.over(local, names, around, argument="step"),
         mesh=around,
-        in_specs=(specs, jax.tree.map(cut, batch), *[whole] * len(extra)),
+        in_specs=(specs, cut, *[whole] * len(extra)),
         out_specs=(specs, whole),
         axis_names=names,
         check_vma=False,  # a step may start a loop with constants
@@ -113,16 +113,16 @@ def whole_step(
 def _places(state: Any, given: Any, axis_name: axes.AxisName, mesh: Any) -> Any:
   """Returns the specs of the parameters in a state by leaf; None if all are whole."""
   if given is None:
-    placements.specs_like(state, given, axis_name, mesh)
+    shard_maps.specs_like(state, given, axis_name, mesh)
     return None
-  specs = placements.specs_of(given, axis_name)
+  specs = shard_maps.specs_of(given, axis_name)
   if not axes_in(specs):
     return None
   structure: Any = jax.tree.structure(specs, is_leaf=is_spec)
   like = lambda x: jax.tree.structure(x) == structure
   nodes = () if is_spec(specs) else jax.tree.leaves(state, is_leaf=like)
   for params in filter(like, nodes):
-    return placements.by_leaf(params, jax.tree.leaves(specs, is_leaf=is_spec))
+    return shard_maps.by_leaf(params, jax.tree.leaves(specs, is_leaf=is_spec))
   raise ValueError(
     f"`param_specs` must be like a tree in the state, got {structure} and a state "
     f"{jax.tree.structure(state)}; take those of the parameters: jax.tree.map(lambda "

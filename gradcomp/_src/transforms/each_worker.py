@@ -12,12 +12,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradcomp._src import checks, public
-from gradcomp._src.core.border import on_workers
-from gradcomp._src.core.inputs import pairs
+from gradcomp._src.core.border import on_workers, pairs
 from gradcomp._src.exchange.collectives import largest, psum
-from gradcomp._src.mesh import agreement, per_worker, shard_maps, trees, types
+from gradcomp._src.mesh import agreement, shard_maps, trees, types
 from gradcomp._src.mesh.axes import AxisName, axis_names
-from gradcomp._src.mesh.place import Place, place
+from gradcomp._src.mesh.types import Place, place
 from gradcomp._src.transforms.freeze import decided
 
 ClipRule = Literal["own", "share", "root"]
@@ -55,8 +54,8 @@ def global_norm(grads: Any, *, axis_name: AxisName | None = None) -> jax.Array:
     Array([5., 1.], dtype=float32)
   """
   grads = trees.unboxed(grads)
-  if per_worker.of_all(grads):
-    rows = jax.tree.leaves(per_worker.unmarked(grads)[0])
+  if trees.of_all(grads):
+    rows = jax.tree.leaves(trees.unmarked(grads)[0])
     return jax.vmap(lambda own: _own_norm(own, [()] * len(own)))([*map(pairs, rows)])
   across = place(grads, axis_name, local=True)
   grads = [*map(pairs, jax.tree.leaves(grads))]
@@ -71,9 +70,8 @@ def global_norm(grads: Any, *, axis_name: AxisName | None = None) -> jax.Array:
       )
     own = found if axes is None else axis_names(axes)
     return _own_norm(grads, [tuple(sorted(x.difference(own))) for x in varying])
-  mesh = types.mesh_of(grads)
-  workers = math.prod(mesh.shape[name] for name in axis_names(axes))
-  zeros = jax.reshard(jnp.zeros(workers), NamedSharding(mesh, P(axes)))
+  workers, spread = across.workers, NamedSharding(types.mesh_of(grads), P(axes))
+  zeros = jax.reshard(jnp.zeros(workers), spread)
   on_device = lambda grads, zeros: (grads, zeros + workers * _own_norm(grads, others))
   return shard_maps.per_device(on_device, grads, across, keeps=True)(grads, zeros)[1]
 

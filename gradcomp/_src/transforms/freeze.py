@@ -8,8 +8,8 @@ from jax.extend.core import Literal
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from gradcomp._src.core.border import any_tree
-from gradcomp._src.mesh import place, types
-from gradcomp._src.mesh.closures import arrays_of
+from gradcomp._src.mesh import types
+from gradcomp._src.mesh.shard_maps import arrays_of
 from gradcomp._src.mesh.study import STUDY, Study
 
 
@@ -54,10 +54,16 @@ def allow_frozen(
     # JAX refuses most work on unreduced gradients, so these are looked at first.
     if not types.unreduced_axes(updates):
       result = call(updates)
-      if not place.unaveraged(result[0], params):
+      if not types.unaveraged(result[0], params):
         return result
-    read = _reads(optimizer, updates, state, params, extra_args)
-    given = [x if y else types.zeros(x) for x, y in zip(leaves, read, strict=True)]
+    # Zeros in place of gradients on which no result depends.
+    jaxpr = _traced(optimizer, updates, state, params, extra_args)
+    alive = {x for x in jaxpr.outvars if not isinstance(x, Literal)}
+    for equation in reversed(jaxpr.eqns):
+      if equation.effects or alive.intersection(equation.outvars):
+        alive.update(x for x in equation.invars if not isinstance(x, Literal))
+    pairs = zip(leaves, jaxpr.invars, strict=False)  # gradients come first
+    given = [x if y in alive else types.zeros(x) for x, y in pairs]
     try:
       return call(jax.tree.unflatten(treedef, given))
     except Exception as error:
@@ -70,18 +76,6 @@ def allow_frozen(
       raise
 
   return any_tree(optimizer.init, on_worker, {"axis_name": ..., "whole": True})
-
-
-def _reads(
-  optimizer: optax.GradientTransformation, updates: Any, *rest: Any
-) -> list[bool]:
-  """Returns for each gradient whether any result of ``update`` depends on it."""
-  jaxpr = _traced(optimizer, updates, *rest)
-  alive = {x for x in jaxpr.outvars if not isinstance(x, Literal)}
-  for equation in reversed(jaxpr.eqns):
-    if equation.effects or alive.intersection(equation.outvars):
-      alive.update(x for x in equation.invars if not isinstance(x, Literal))
-  return [x in alive for x in jaxpr.invars[: len(jax.tree.leaves(updates))]]
 
 
 def decided(

@@ -13,9 +13,8 @@ from gradcomp._src.checks import step_count
 from gradcomp._src.core.border import any_tree
 from gradcomp._src.exchange.collectives import largest
 from gradcomp._src.mesh import agreement, axes, shard_maps
-from gradcomp._src.mesh.per_worker import is_marked, on_rows, with_rows
-from gradcomp._src.mesh.place import place
-from gradcomp._src.mesh.types import other_axes
+from gradcomp._src.mesh.trees import is_marked, on_rows, with_rows
+from gradcomp._src.mesh.types import other_axes, place
 
 
 class SkipNonfiniteState(NamedTuple):
@@ -70,11 +69,11 @@ def skip_nonfinite(
   inner = optax.with_extra_args_support(inner)
 
   def init_fn(params: Any) -> SkipNonfiniteState:
-    zero, last = jnp.zeros([], jnp.int32), jnp.array(True)
-    return SkipNonfiniteState(zero, last, jnp.zeros([], jnp.int32), inner.init(params))
+    zero = lambda: jnp.zeros([], jnp.int32)
+    return SkipNonfiniteState(zero(), jnp.array(True), zero(), inner.init(params))
 
   def update_fn(
-    updates: Any, state: SkipNonfiniteState, params: Any = None, **extra_args: Any
+    updates: Any, state: Any, params: Any = None, **extra_args: Any
   ) -> tuple[Any, SkipNonfiniteState]:
     record = "gradcomp.skip_nonfinite", told, updates, axis_name
     agreement.require_agreement(*record, inner_state=state.inner_state)
@@ -83,15 +82,15 @@ def skip_nonfinite(
     more = optax.safe_increment(state.notfinite_count)
     count = jnp.where(finite, jnp.zeros_like(more), more)
     total = optax.safe_increment(state.total_notfinite)
+    total = jnp.where(finite, state.total_notfinite, total)
     taken = finite | (count > most)
+    either = lambda a, b: lax.select(taken, a, jnp.asarray(b))  # without a branch
+    choose = functools.partial(jax.tree.map, functools.partial(on_rows, either))
     empty = functools.partial(on_rows, jnp.zeros_like)
     zeros = jax.tree.map(empty, new, is_leaf=is_marked)
-    return _choose(taken, new, zeros), SkipNonfiniteState(
-      count,
-      finite,
-      jnp.where(finite, state.total_notfinite, total),
-      _choose(taken, inner_state, state.inner_state),
-    )
+    kept = choose(inner_state, state.inner_state, is_leaf=is_marked)
+    updates = choose(new, zeros, is_leaf=is_marked)
+    return updates, SkipNonfiniteState(count, finite, total, kept)
 
   return any_tree(init_fn, update_fn)
 
@@ -115,9 +114,3 @@ def _all_finite(updates: Any, new: Any, axis_name: axes.AxisName | None) -> jax.
   found = jnp.zeros([], jnp.uint8)  # a byte, for no collective is given a bool
   _, found = shard_maps.per_device(on_device, both, across, keeps=True)(both, found)
   return found == 0
-
-
-def _choose(taken: jax.Array, new: Any, old: Any) -> Any:
-  """Returns one of two trees, without a branch."""
-  choose = lambda a, b: lax.select(taken, a, jnp.asarray(b))
-  return jax.tree.map(functools.partial(on_rows, choose), new, old, is_leaf=is_marked)

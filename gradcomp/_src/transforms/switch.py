@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.tree_util import GetAttrKey, KeyPath
+from jax.tree_util import GetAttrKey, keystr
+from jax.tree_util import tree_leaves_with_path as with_path
 
 from gradcomp._src.checks import static_integer
 from gradcomp._src.core.border import any_tree
@@ -93,8 +94,36 @@ def switch(
   def init_fn(params: Any) -> SwitchState:
     states = [tx.init(params) for tx in choices]
     largest = max(states, key=lambda state: len(jax.tree.leaves(state)))
+    shapes = {path: (x.shape, x.dtype) for path, x in with_path(largest)}
+    # The owner residuals of states that also have residuals: without feedback owners
+    # may drop their last rounding error, as workers do.
+    promised = [
+      (*path, *place)
+      for path, node in with_path(largest, is_leaf=is_state)
+      if is_state(node) and node.residual is not None
+      for place, _ in with_path(node)
+      if place[0] == GetAttrKey("server_residual")
+    ]
     for number, state in enumerate(states):
-      _check_part(f"`transformations`[{number}]", state, largest)
+      name = f"`transformations`[{number}]"
+      own = {path: (x.shape, x.dtype) for path, x in with_path(state)}
+      for path, (shape, dtype) in own.items():
+        if shapes.get(path) != (shape, dtype):
+          raise ValueError(
+            f"{name} must keep a part of the state that another of them keeps, but its "
+            f"state{keystr(path)} is {dtype}{list(shape)}, and there it is "
+            f"{shapes.get(path, 'missing')}; give all the same feedback=, exchange= "
+            "and min_leaf_size=, and the same transformations around them, or "
+            'exchange="all_gather" or gradcomp.exchange.TwoShot(feedback=False), whose '
+            "owners keep nothing."
+          )
+      for path in promised:
+        if path not in own:
+          raise ValueError(
+            f"{name} must keep the residuals of owners, state{keystr(path)}, as "
+            "another of them does, or they would never be sent; give all "
+            'exchange="all_gather", or gradcomp.exchange.TwoShot(feedback=False).'
+          )
     return SwitchState(jnp.zeros([], jnp.int32), largest)
 
   def update_fn(
@@ -108,40 +137,3 @@ def switch(
     return updates, SwitchState(optax.safe_increment(state.count), inner)
 
   return any_tree(init_fn, update_fn)
-
-
-def _check_part(name: str, state: Any, largest: Any) -> None:
-  """Raises ValueError unless each array of a state is one of the largest state, too."""
-  leaves = jax.tree_util.tree_leaves_with_path(largest)
-  shapes = {path: (leaf.shape, leaf.dtype) for path, leaf in leaves}
-  for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-    found = shapes.pop(path, None)
-    if found != (leaf.shape, leaf.dtype):
-      raise ValueError(
-        f"{name} must keep a part of the state that another of "
-        f"them keeps, but its state{jax.tree_util.keystr(path)} is "
-        f"{leaf.dtype}{list(leaf.shape)}, and there it is {found or 'missing'}; give "
-        "all the same feedback=, exchange= and min_leaf_size=, and the same "
-        'transformations around them, or exchange="all_gather" or '
-        "gradcomp.exchange.TwoShot(feedback=False), whose owners keep nothing."
-      )
-  for path in shapes:
-    if path in _promised(largest):
-      raise ValueError(
-        f"{name} must keep the residuals of owners, "
-        f"state{jax.tree_util.keystr(path)}, as another of them does, or they "
-        'would never be sent; give all exchange="all_gather", or '
-        "gradcomp.exchange.TwoShot(feedback=False)."
-      )
-
-
-def _promised(state: Any) -> set[KeyPath]:
-  """Returns the paths of owner residuals in states that also have residuals."""
-  # Without feedback owners may drop their last rounding error, as workers do.
-  return {
-    (*path, *place)
-    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_state)
-    if is_state(node) and node.residual is not None
-    for place, _ in jax.tree_util.tree_leaves_with_path(node)
-    if place[0] == GetAttrKey("server_residual")
-  }

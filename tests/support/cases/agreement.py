@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp._src.mesh import agreement
-from gradcomp._src.mesh.per_worker import PerWorker
+from gradcomp._src.mesh.trees import PerWorker
 from gradcomp.codecs import QSGD
 from tests.support.option_fields import with_options
 

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 import gradcomp
-from gradcomp._src.kernels.gpu import table
-from gradcomp._src.kernels.quantize import pallas, reference
+from gradcomp._src.kernels import quantize
+from gradcomp._src.kernels.gpu import dispatch, table
 from tests.support.cases import agreement
 from tests.support.hosts.averaging import QSGD4
 from tests.support.lowering import all_kernels
@@ -23,15 +23,15 @@ def checked(host):
   """Traces an update, whose kernel is wrong on the second process; a CPU is the GPU."""
 
   def encode_rows(*operands, interpret=False, **options):
-    rows, residual = reference.encode_rows(*operands, **options)
+    rows, residual = quantize.encode_reference(*operands, **options)
     return rows + jnp.uint32(host), residual
 
-  encode_rows.__module__ = "fake"
+  encoder = dispatch.encoder("qsgd", quantize.encode_reference, encode_rows)
   jax.clear_caches()  # of traces of the kernel that is right
   with (
     mock.patch.dict(os.environ, GRADCOMP_CHECK_KERNELS="1"),
     mock.patch.object(table, "devices", lambda *_: jax.local_devices()[:1]),
-    mock.patch.object(pallas, "encode_rows", encode_rows),
+    mock.patch.object(quantize, "encode_rows", encoder),
     all_kernels(),
   ):
     step = agreement.step_of(gradcomp.compress(QSGD4, axis_name="data"))

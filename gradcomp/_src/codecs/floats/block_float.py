@@ -12,7 +12,6 @@ from gradcomp._src.codecs import around, contractions, quantizing
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import ArrayLike, Leaf, Payload, Rounding
 from gradcomp._src.kernels import block_float
-from gradcomp._src.kernels.block_float import reference
 from gradcomp._src.kernels.gpu import dispatch
 
 BlockSize = Literal[16, 32]
@@ -92,8 +91,10 @@ class BlockFloat(quantizing.Elementwise):
     appendix B
   """
 
-  element: reference.Element = checks.field("e4m3", checks.choice(reference.Element))
-  scale: reference.Scale = checks.field("e8m0", checks.choice(reference.Scale))
+  element: block_float.Element = checks.field(
+    "e4m3", checks.choice(block_float.Element)
+  )
+  scale: block_float.Scale = checks.field("e8m0", checks.choice(block_float.Scale))
   block_size: BlockSize = checks.field(
     32, checks.integer("16 or 32", such=lambda size: size in (16, 32))
   )
@@ -172,7 +173,7 @@ class BlockFloat(quantizing.Elementwise):
         f"`like` must have a last axis that is a multiple of {self.block_size}, along "
         f"which its blocks lie, got the shape {like.shape}; decode the payload instead."
       )
-    codes, scales, shared = reference.unpack(payload.rows, self.form)
+    codes, scales, shared = block_float.unpack(payload.rows, self.form)
     codes = codes.reshape(-1)[: like.size].reshape(like.shape)
     blocks = *like.shape[:-1], like.shape[-1] // self.block_size
     scales = scales.reshape(-1)[: like.size // self.block_size].reshape(blocks)
@@ -183,11 +184,11 @@ class BlockFloat(quantizing.Elementwise):
     return numbers, scales, factor
 
   @property
-  def form(self) -> reference.Form:
-    return reference.Form(self.element, self.scale, self.block_size, self.unbiased)
+  def form(self) -> block_float.Form:
+    return block_float.Form(self.element, self.scale, self.block_size, self.unbiased)
 
   def scales_for(self, x: Array) -> Array | None:
     """Returns the scale that the blocks of rows share, if they share one."""
     if self.scale == "e8m0":
       return None
-    return reference.tensor_scales(quantizing.scales_of(x, 1, None), self.form)
+    return block_float.tensor_scales(quantizing.scales_of(x, 1, None), self.form)

@@ -9,7 +9,7 @@ from gradcomp._src import checks
 from gradcomp._src.codecs import contractions, quantizing
 from gradcomp._src.codecs.sums.records import Rounding
 from gradcomp._src.kernels import float_cast
-from gradcomp._src.kernels.common.float_formats import FloatFormat
+from gradcomp._src.kernels.common.float_codes import FloatFormat
 from gradcomp._src.kernels.gpu import dispatch
 
 # The 126 powers of two have the bias of IEEE formats, 63: so the square of each is a
@@ -61,15 +61,15 @@ class Natural(quantizing.Elementwise):
 
   papers: ClassVar[tuple[str, ...]] = ("horvath2019natural",)
   operation = float_cast
-  row_words: ClassVar[int] = float_cast.reference.Form.bucket_size
+  row_words: ClassVar[int] = float_cast.Form.bucket_size
 
   @property
   def contraction(self) -> float:
     return contractions.of_energy(contractions.of_floats(1.0, self.rounding))
 
   @property
-  def form(self) -> float_cast.reference.Form:
-    return float_cast.reference.Form(
+  def form(self) -> float_cast.Form:
+    return float_cast.Form(
       _FORMAT, "stochastic" if self.needs_key else "nearest_even", saturate=False
     )
 
@@ -77,4 +77,4 @@ class Natural(quantizing.Elementwise):
     """Returns None: there are no scales."""
 
   def decode_rows(self, rows: Array) -> Array:
-    return float_cast.reference.decode_rows(rows, _FORMAT)
+    return float_cast.decode_rows(rows, _FORMAT)

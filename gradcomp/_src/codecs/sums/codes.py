@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ from jax import Array
 
 from gradcomp._src.codecs.sums.records import Context
 from gradcomp._src.codecs.sums.sum import (
-  Coder,
   LeafRows,
   Partial,
   RowDecoder,
@@ -24,7 +23,7 @@ from gradcomp._src.codecs.sums.sum import (
 )
 from gradcomp._src.codecs.sums.tiles import Tiles, cutter, sum_in_order
 from gradcomp._src.kernels.common import fixed_point, planes
-from gradcomp._src.kernels.materialize import packed, slice_at, starts, stored
+from gradcomp._src.kernels.materialize import SOME, packed, slice_at, starts
 
 _AGAIN = (
   "a codec that shares its scale, because partial sums are encoded again with scales "
@@ -33,18 +32,11 @@ _AGAIN = (
 _FACTS = SumFacts(refusals={"passed": _AGAIN, "grouped": _AGAIN})
 
 
-class ExactCoder(Coder, Protocol):
-  @property
-  def max_code(self) -> int: ...
-  def codes(self, rows: Array) -> Array: ...
-  def from_codes(self, codes: Array, agreed: Array) -> Array: ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Codes(Sum):
   """Adds codes, ``int32[rows, P, B]``. Owners pack the sums into as few bits as fit."""
 
-  codec: ExactCoder  # encodes rows with the statistics of all workers
+  codec: Any  # one of SharedScales, which encodes rows with statistics of all workers
 
   @property
   def facts(self) -> SumFacts:
@@ -60,7 +52,9 @@ class Codes(Sum):
     return lambda a, b: self._values(cut(a, b), lines(a, b), 0, b - a, scale)
 
   def fold(self, rows: Array, scale: float, *, keep: bool) -> Partial:
-    return Partial(sum_in_order(self.codec.codes, stored(rows)), scale=scale)
+    return Partial(
+      sum_in_order(self.codec.codes, packed(rows, least=SOME)), scale=scale
+    )
 
   def finish(
     self, partial: Partial, context: Context, workers: int, *, keep: bool
@@ -84,7 +78,7 @@ class Codes(Sum):
     return workers == 1 or integers <= 4 * workers * words * (share + sums)
 
   def terms(self, rows: Array, workers: int) -> Array:
-    return self.codec.codes(stored(rows)).astype(self.sum_dtype(workers))
+    return self.codec.codes(packed(rows, least=SOME)).astype(self.sum_dtype(workers))
 
   def reduced(
     self, total: Array, leaves: Sequence[LeafRows], agreed: Array | None, scale: float

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, NamedTuple
 
 from jax import Array
 
@@ -18,11 +18,7 @@ Way = Literal["gathered", "owned", "passed", "grouped", "reduced"]
 RowDecoder = Callable[[int, int], Array]
 
 
-class LeafRows(NamedTuple):
-  """The key of one leaf, and the number of its rows."""
-
-  key: Array | None  # uint32[2]
-  rows: int
+LeafRows = tuple[Array | None, int]  # the key of one leaf, and the number of its rows
 
 
 class Partial(NamedTuple):
@@ -98,19 +94,6 @@ class SumFacts:
     """Returns the facts with refusals that name a codec."""
     name = lambda text: text.replace("{codec}", str(codec))
     return self.refusing({way: name(text) for way, text in self.refusals.items()})
-
-
-class Coder(Protocol):
-  """The part of a codec that a sum needs; the class lies above it."""
-
-  @property
-  def tile_size(self) -> int: ...
-  @property
-  def row_words(self) -> int: ...
-  def to_nearest(self) -> Self: ...
-  def encode_rows(self, tiles: Array, context: Context) -> Array: ...
-  def decode_rows(self, rows: Array) -> Array: ...
-  def sum_rows(self, rows: Array) -> Array: ...
 
 
 class Sum(abc.ABC):

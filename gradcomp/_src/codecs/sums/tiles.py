@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,6 @@ from jax import Array
 
 from gradcomp._src.codecs.sums.records import Context
 from gradcomp._src.codecs.sums.sum import (
-  Coder,
   LeafRows,
   Partial,
   RowDecoder,
@@ -23,6 +22,9 @@ from gradcomp._src.codecs.sums.sum import (
 from gradcomp._src.kernels import materialize, selection
 from gradcomp._src.kernels.common import sparse
 from gradcomp._src.kernels.common.fixed_point import scaled
+
+if TYPE_CHECKING:  # which imports this module
+  from gradcomp._src.codecs.protocol import Codec
 
 # More payloads than this are added in a loop, which bounds the compile time.
 UNROLLED = 16
@@ -70,7 +72,7 @@ OF_TILES = SumFacts(
 class Tiles(Sum):
   """Adds float32 tiles, decoded and encoded by ``codec``."""
 
-  codec: Coder
+  codec: "Codec"
   facts: SumFacts = dataclasses.field(default=OF_TILES, kw_only=True)
 
   @functools.partial(jax.jit, static_argnums=(0, 2))  # leaves of a shape: traced once
@@ -160,7 +162,12 @@ class Ranged(Tiles):
 
   def hop(self, partial: Partial, context: Context, *, keep: bool) -> Sent:
     tiles = partial.total
-    exponents = self._exponents(tiles)
+    finite = jnp.where(jnp.isfinite(tiles), jnp.abs(tiles), 0.0)
+    largest = jnp.max(finite.reshape(tiles.shape[0], -1), axis=1)
+    found = jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23
+    # Less than the power of two below what rows hold needs no rounding to be seen.
+    most = int(np.float32(self.largest).view(np.int32)) >> 23
+    exponents = jnp.maximum(found - (most - 1), 0)  # powers by which rows are divided
     small = Partial(tiles * _power(-exponents, tiles.ndim))
     sent = self.send(small, context, keep=keep)
     if sent.lost is not None:
@@ -173,15 +180,6 @@ class Ranged(Tiles):
     with jax.named_scope("gradcomp_decode"):
       tiles = self.codec.decode_rows(received.rows).reshape(own.shape)
       return Partial(tiles * power + own)
-
-  def _exponents(self, tiles: Array) -> Array:
-    """Returns the powers of two that rows must be divided by, ``int32[rows]``."""
-    finite = jnp.where(jnp.isfinite(tiles), jnp.abs(tiles), 0.0)
-    largest = jnp.max(finite.reshape(tiles.shape[0], -1), axis=1)
-    found = jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23
-    # Less than the power of two below what rows hold needs no rounding to be seen.
-    most = int(np.float32(self.largest).view(np.int32)) >> 23
-    return jnp.maximum(found - (most - 1), 0)
 
 
 def _power(exponents: Array, ndim: int) -> Array:
@@ -207,23 +205,11 @@ _OF_CHOSEN = dataclasses.replace(
 )
 
 
-class SparseCoder(Coder, Protocol):
-  @property
-  def slots(self) -> int: ...
-  def entries(self, rows: Array) -> tuple[Array, Array]: ...
-
-
-class ChosenCoder(SparseCoder, Protocol):
-  @property
-  def header_words(self) -> int: ...
-  def header(self, key: Array, rows: int) -> Array: ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Blocks(Tiles):
   """Adds float32 tiles of a codec that sends some of their elements."""
 
-  codec: SparseCoder
+  codec: Any  # one with ``slots`` and ``entries``
   facts: SumFacts = dataclasses.field(default=OF_BLOCKS, kw_only=True)
 
   def senders(self, rows: Array) -> RowDecoder:
@@ -286,7 +272,7 @@ class Entries(Blocks):
 class Chosen(Entries):
   """Adds the values of elements that all workers choose by one key."""
 
-  codec: ChosenCoder
+  codec: Any  # one with ``header`` and ``header_words``, too
   facts: SumFacts = _OF_CHOSEN
 
   def terms(self, rows: Array, workers: int) -> Array:
@@ -296,10 +282,7 @@ class Chosen(Entries):
   def reduced(
     self, total: Array, leaves: Sequence[LeafRows], agreed: Array | None, scale: float
   ) -> RowDecoder:
-    headers = []
-    for leaf in leaves:
-      assert leaf.key is not None  # the key chooses the elements
-      headers.append(self.codec.header(leaf.key, leaf.rows))
+    headers = [self.codec.header(*leaf) for leaf in leaves]  # of keys that choose
     words = jax.lax.bitcast_convert_type(total, jnp.uint32)
     rows = jnp.concatenate([jnp.concatenate(headers), words], axis=1)
     return self.gathered(rows[None], agreed, scale)

@@ -5,7 +5,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any, Literal, NamedTuple
 
@@ -18,13 +18,13 @@ from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.codecs.top_k import TopK
 from gradcomp._src.cost.exchange import NO_WORK, Speeds
 from gradcomp._src.cost.link import CodecSpeed
-from gradcomp._src.mesh import platforms
+from gradcomp._src.mesh import study
 
 Named = Literal["measure", "cpu", "H100", "TPU v5e"]
 Given = Speeds | Mapping[str, CodecSpeed] | Named | None
 _SPEEDS = "Codec speeds are"
 # A sentence about the package's speeds, and the platform of their devices, by name.
-SOURCES: dict[str, tuple[str, platforms.Platform]] = {
+SOURCES: dict[str, tuple[str, study.Platform]] = {
   "cpu": (f"{_SPEEDS} packaged ones of two cores (backend 'cpu').", "cpu"),
   "H100": (f"{_SPEEDS} packaged ones of an NVIDIA H100.", "gpu"),
   "TPU v5e": (f"{_SPEEDS} XLA's estimate for a TPU v5e: nothing was timed.", "tpu"),
@@ -51,10 +51,6 @@ class Record(NamedTuple):
     """Returns whether it is by another optimizer, and the doublings of its workers."""
     other = optimizer not in (None, self.optimizer)
     return other, abs(math.log2(self.workers / workers))
-
-  def lost(self, most: float) -> bool:
-    """Returns True for a loss above ``most``, if the interval shows that it is one."""
-    return self.points < -most and self.points + self.half < 0
 
   def __str__(self) -> str:
     where = f"{self.task}, {self.optimizer}, {self.workers} workers, {self.seeds} seeds"
@@ -87,11 +83,12 @@ def _packaged(name: str) -> Mapping[str, Any]:
   return json.loads(resources.files(__package__).joinpath(name).read_text())
 
 
-def _known(name: str, codec: Any, omega: float | None = None, **more: Any) -> Candidate:
+def _known(name: str, given: Any, omega: float | None = None, **more: Any) -> Candidate:
   """Returns a candidate that keeps a residual if its codec is biased."""
-  biased, records = not codec.unbiased, _packaged("accuracy.json").get(name, ())
+  biased, records = not given.unbiased, _packaged("accuracy.json").get(name, ())
   more["records"] = tuple(Record(*x) for x in records)
-  return Candidate(name, codec, biased, biased, omega, **more)
+  density = getattr(given, "density", None)
+  return Candidate(name, given, biased, biased, omega, density, **more)
 
 
 DENSE = _known("float32", dense.Dense(), 0.0)
@@ -107,9 +104,9 @@ CANDIDATES = (
   _known("TernGrad", ternary.Ternary(), 1.006, last_dense=True),
   _known("APS (5, 2)", FloatCast(exponent_bits=5, mantissa_bits=2), 2.8e-3),
   _known("APS (4, 3)", FloatCast(exponent_bits=4, mantissa_bits=3), 7e-4),
-  _known("top 1 %", TopK(density=0.01), 0.916, density=0.01),
-  _known("top 0.1 %", TopK(density=0.001), 0.987, density=0.001),
-  _known("top 0.1 % ASQ", TopK(density=0.001, quantize="asq"), 0.989, density=0.001),
+  _known("top 1 %", TopK(density=0.01), 0.916),
+  _known("top 0.1 %", TopK(density=0.001), 0.987),
+  _known("top 0.1 % ASQ", TopK(density=0.001, quantize="asq"), 0.989),
 )
 
 
@@ -122,7 +119,7 @@ def as_candidate(given: Any) -> Candidate:
       "`candidates` must hold codecs, or those of gradcomp.cost.PlanOptions, got "
       f"{given!r}."
     )
-  return _known(name_of(given), given, density=getattr(given, "density", None))
+  return _known(name_of(given), given)
 
 
 def name_of(codec: protocol.LeafCodec) -> str:
@@ -146,34 +143,39 @@ def packaged_speeds(device: str) -> Mapping[str, CodecSpeed]:
   return {name: CodecSpeed(**speed) for name, speed in devices[device].items()}
 
 
-def speeds_of(given: Any, platform: str) -> tuple[Callable[[Candidate], Any], str]:
-  """Returns a function from candidates to speeds, None if unknown; and a note."""
+def speeds_of(given: Any, platform: str) -> tuple[Any, str]:
+  """Returns the given speeds, or the package's; and a note on them."""
   note = GIVEN
   if given is None or (isinstance(given, str) and given in SOURCES):
-    device = given or _KINDS.get(platforms.device_kind(platform), platform)
+    device = given or _KINDS.get(study.device_kind(platform), platform)
     given, note = packaged_speeds(device), SOURCES[device][0]
   if isinstance(given, Mapping):
     for name, speed in given.items():
       if not isinstance(speed, CodecSpeed):
         got = f"{name}: {speed!r}"
         raise ValueError(f"`speeds` must be CodecSpeeds by name, got {got}.")
-    return functools.partial(_named, given), note
-  if isinstance(given, CodecSpeed) or callable(given):
-    return lambda _: given, note
-  if given == "measure":
+  elif isinstance(given, str) and given == "measure":
     note = "Codec speeds were measured on this device."
-    return lambda x: CodecSpeed.measure(x.codec), note
-  raise ValueError(
-    f'`speeds` must be None, "measure", one of {tuple(SOURCES)}, a CodecSpeed, '
-    f"CodecSpeeds by the names of candidates, or a function of codecs, got {given!r}."
-  )
+  elif not (isinstance(given, CodecSpeed) or callable(given)):
+    raise ValueError(
+      f'`speeds` must be None, "measure", one of {tuple(SOURCES)}, a CodecSpeed, '
+      f"CodecSpeeds by the names of candidates, or a function of codecs, got {given!r}."
+    )
+  return given, note
 
 
-def _named(speeds: Mapping[str, CodecSpeed], candidate: Candidate) -> Speeds | None:
-  """Returns the speeds of a candidate by its name, or of a policy's leaves."""
-  if candidate.name in speeds or not candidate.codec.facts.parts:
-    return speeds.get(candidate.name)
-  return functools.partial(_nearest, speeds)
+def speeds_for(candidate: Candidate, given: Any) -> Speeds | None:
+  """Returns the speeds of a candidate's leaves; None if none are known by its name."""
+  if isinstance(given, Mapping):
+    if candidate.name not in given and not candidate.codec.facts.parts:
+      return None
+    given = given.get(candidate.name, functools.partial(_nearest, given))
+  if given == "measure":
+    given = CodecSpeed.measure(candidate.codec)
+  known = lambda codec: given if isinstance(given, CodecSpeed) else given(codec)
+  plain = lambda codec: all(x.plain for x in codec.facts.each)
+  # A leaf in float32 takes only its wire.
+  return lambda codec: NO_WORK if plain(codec) else known(codec)
 
 
 def _nearest(speeds: Mapping[str, CodecSpeed], codec: protocol.LeafCodec) -> CodecSpeed:
@@ -185,10 +187,3 @@ def _nearest(speeds: Mapping[str, CodecSpeed], codec: protocol.LeafCodec) -> Cod
   words = lambda x: bound(x).row_words / bound(x).tile_size  # of an element
   far = lambda candidate: abs(words(candidate.codec) - words(codec))
   return speeds[min(alike, key=far).name]
-
-
-def by_leaf(speeds: Speeds) -> Speeds:
-  """Returns the speeds of leaves' codecs: a leaf in float32 takes only its wire."""
-  known = lambda codec: speeds if isinstance(speeds, CodecSpeed) else speeds(codec)
-  plain = lambda codec: all(x.plain for x in codec.facts.each)
-  return lambda codec: NO_WORK if plain(codec) else known(codec)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,21 +16,22 @@ from jax.tree_util import keystr
 
 from gradcomp._src import checks
 from gradcomp._src.codecs.protocol import LeafCodec
-from gradcomp._src.core import compression, inputs, transform
+from gradcomp._src.core import border, compression, transform
 from gradcomp._src.cost import exchange as costs
 from gradcomp._src.cost import rules
 from gradcomp._src.cost.link import Cluster, Link
 from gradcomp._src.cost.planner import candidates, errors
 from gradcomp._src.cost.planner.candidates import Candidate
-from gradcomp._src.cost.planner.sent import Sent, sent_by
+from gradcomp._src.cost.planner.sent import sent_by
 from gradcomp._src.exchange.auto import as_exchange
 from gradcomp._src.exchange.protocol import Exchange
-from gradcomp._src.mesh import axes, place, platforms, trees
+from gradcomp._src.mesh import axes, study, trees, types
 from gradcomp._src.report.collectives import aligned
 from gradcomp._src.report.explain import Explanation, explain
 
 # The simplest first, which wins where times and errors are equal.
 _WAYS: Any = [*map(as_exchange, "psum all_gather two_shot ring hierarchical".split())]
+_AXES: Any = {1: "workers", 2: ("between", "inside")}  # by their number
 _ALIKE = 1.02  # times of steps whose ratio is smaller count as equal
 _HEADER = "codec,exchange,bytes,encode ms,wire ms,decode ms,step ms,speed-up,error"
 
@@ -64,11 +66,11 @@ class PlanOptions(checks.Checked):
   gradients: Any = None
   candidates: Sequence[Candidate | LeafCodec] = candidates.CANDIDATES
   margin: float = checks.field(0.05, checks.BELOW_1)
-  platform: platforms.Platform | None = None
+  platform: study.Platform | None = None
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    platforms.planned_for(self.platform)
+    study.planned_for(self.platform)
     if (self.forward is None) != (self.backward is None):
       raise ValueError(
         "`backward` must be given with `forward`, and only then, got "
@@ -91,8 +93,8 @@ class Row(NamedTuple):
   reason: str = ""  # to refuse it, with its number; "" for a row that was compared
   error: float = 0.0  # of the mean, squared, over its square
   options: Mapping[str, Any] = {}  # of `compress`: codec, exchange and feedback
-  speed: costs.Speeds = costs.NO_WORK  # of the codecs of leaves
-  sent: Sent = Sent()  # the work on the leaves, and the collectives of a step
+  seconds: Callable[[Cluster], costs.Breakdown] | None = None  # over any links
+  bytes_sent: int = 0  # that the worker sends in a step, at most, rounded up
   breakdown: costs.Breakdown = costs.Breakdown()  # the seconds of its exchange
   step_seconds: float = 0.0  # of a step; of the exchange if the passes are unknown
   speedup: float = 1.0  # the step of a plain mean in float32, over this one
@@ -106,14 +108,6 @@ class Row(NamedTuple):
   def way(self) -> str:
     """The name of the exchange; "" for a refusal of all."""
     return "" if self.exchange is None else self.exchange.name
-
-  @property
-  def cells(self) -> list[str]:
-    """The cells of a line of the table."""
-    cost, names = self.breakdown, (self.candidate.name, self.way)
-    parts = cost.encode, cost.wire_seconds, cost.add + cost.decode, self.step_seconds
-    gain = f"{self.speedup:.2f}", f"{self.error:.2g}"
-    return [*names, f"{self.sent.bytes_sent:,}", *map(_in_ms, parts), *gain]
 
 
 class Plan(NamedTuple):
@@ -138,8 +132,13 @@ class Plan(NamedTuple):
     return transform.compress(**self.chosen.options, axis_name=axis_name)
 
   def __str__(self) -> str:
-    rows = sorted(self.rows, key=lambda row: row.step_seconds)
-    lines = aligned([_HEADER.split(","), *(x.cells for x in rows)])
+    cells = [_HEADER.split(",")]
+    for x in sorted(self.rows, key=lambda row: row.step_seconds):
+      cost, names = x.breakdown, (x.candidate.name, x.way)
+      parts = cost.encode, cost.wire_seconds, cost.add + cost.decode, x.step_seconds
+      gain = f"{x.speedup:.2f}", f"{x.error:.2g}"
+      cells.append([*names, f"{x.bytes_sent:,}", *map(_in_ms, parts), *gain])
+    lines = aligned(cells)
     whole = [x for x in self.refused if x.exchange is None]
     lines += [f"refused {x.name}: {x.reason}." for x in whole]
     if number := len(self.refused) - len(whole):
@@ -225,35 +224,52 @@ def plan(
   steps = None if steps is None else rules.count("steps", steps)
   given = None if given is None else _leaves(given, model)
   limits = errors.Errors(budget, sizes, steps, given, options.optimizer, model)
-  axis: Any = "workers" if len(sizes) == 1 else ("between", "inside")
-  setting = Setting(model, limits, axis, _platform(options, link), cluster, options)
+  platform, axis_name = _platform(options, link), _AXES[len(sizes)]
+  like = jax.tree.map(border.pairs, model)
+  across = types.Place(axis_name, limits.workers, others=[()] * len(named(model)))
+
+  def timed(row: Row, speeds: costs.Speeds = costs.NO_WORK) -> Row:
+    """Returns a row with its messages and seconds; ValueError if they are refused."""
+    codec = row.candidate.codec_for([path for path, _ in named(model)])
+    feedback = "error" if row.candidate.feedback else None
+    made: Any = {"codec": codec, "exchange": row.exchange, "feedback": feedback}
+    with study.planned_for(platform):
+      planned = compression.Compression(**made, axis_name=axis_name).plan(like, across)
+      leaves, sends, fitting = sent_by(planned, sizes)
+    nbytes = math.ceil(sum((x.times * x.exact_bytes_sent for x in sends), fitting))
+    seconds = functools.partial(costs.seconds, leaves, sends, speeds)
+    row = row._replace(options=made, seconds=seconds, bytes_sent=nbytes)
+    cost, passes = seconds(cluster), (options.forward or 0.0, options.backward or 0.0)
+    return row._replace(breakdown=cost, step_seconds=sum(passes) + cost.total)
+
+  # XLA for TPUs, and NCCL, add inside slices and hosts before they send between them.
+  ways = [_WAYS[0], *_WAYS[-1:] * (len(sizes) > 1)]
+  plain = [timed(Row(candidates.DENSE, way)) for way in ways]
+  dense = min(plain, key=lambda row: row.step_seconds)
   every: Any = options.candidates
+  on: Any = {"workers": sizes, "platform": platform}
+  of = "normal numbers" if given is None else "the gradients"
   notes = [
     "Times are of the exchange alone: the passes of a step are unknown."
     if options.forward is None
     else "A step is forward, backward and exchange, without overlap.",
-    "Error: of the mean, squared, over its square, by a formula from the loss of "
-    + ("normal numbers" if given is None else "the gradients")
-    + ". Accuracy is not measured.",
+    f"Error: of the mean, squared, over its square, by a formula from the loss of {of}."
+    " Accuracy is not measured.",
   ]
-  # XLA for TPUs, and NCCL, add inside slices and hosts before they send between them.
-  ways = [_WAYS[0], *_WAYS[-1:] * (len(sizes) > 1)]
-  plain = [setting.timed(Row(candidates.DENSE, way)) for way in ways]
-  dense = min(plain, key=lambda row: row.step_seconds)
-  if alone:
-    found = [Row(x, reason=alone) for x in every]
-  else:
-    speed_of, says = candidates.speeds_of(options.speeds, setting.platform)
+  found = [Row(x, reason=alone) for x in every]
+  if not alone:
+    speeds, says = candidates.speeds_of(options.speeds, platform)
     notes.append(says)
-    found = [row for x in every for row in setting.rows(x, speed_of, dense)]
+    found = [row for x in every for row in _rows(x, limits, speeds, timed)]
+  gain = lambda x: dense.step_seconds / x.step_seconds if x.step_seconds else 1.0
+  found = [x._replace(speedup=gain(x)) for x in found]
   rows, refused = ([x for x in found if bool(x.reason) is y] for y in (False, True))
-  on: Any = {"workers": sizes, "platform": setting.platform}
   while True:
     none = alone or f"of {len(every)} candidates none is allowed"
     chosen, verdict = dense, f"do not: {none}"
     if rows:
-      chosen, verdict = setting.chosen(rows, plain)
-    tx = transform.compress(**chosen.options, axis_name=axis)
+      chosen, verdict = _chosen(rows, plain, cluster, options.margin)
+    tx = transform.compress(**chosen.options, axis_name=axis_name)
     try:  # which refuses what cannot be traced
       traced = explain(tx, model, **on)
       break
@@ -266,87 +282,59 @@ def plan(
   return Plan(chosen, (dense, *rows), tuple(refused), verdict, tuple(notes), traced)
 
 
-class Setting(NamedTuple):
-  """The facts that all rows of a plan share."""
+def _rows(
+  candidate: Candidate, limits: errors.Errors, given: Any, timed: Callable[..., Row]
+) -> list[Row]:
+  """Returns a candidate's row with each exchange; one if all have one refusal."""
+  omega = limits.omega(candidate)
+  if reason := limits.refusal(candidate, omega):
+    return [Row(candidate, reason=reason)]
+  if (speeds := candidates.speeds_for(candidate, given)) is None:
+    unknown = f"`speeds` has none of this name; omega is {omega:.3g}"
+    return [Row(candidate, reason=unknown)]
+  # Elements that owners of a sparse sum would drop are delayed again, and no study
+  # bounds that.
+  rows, excess, dropping = [], {}, ""
+  if (share := candidate.density) is not None:
+    union = f"up to {1 - (1 - share) ** limits.workers:.3g} of the elements"
+    who = f"{limits.workers} workers together choose {union}"
+    dropping = f"{who}, and owners would send {share:.3g}"
+  for way in _WAYS:
+    row = Row(candidate, way, dropping * (way.owners or not way.of_leaves))
+    if not row.reason:
+      lost = errors.mean_error(candidate, omega, way, limits.sizes)
+      try:
+        row = timed(row._replace(error=lost), speeds)
+        excess[lost] = limits.excess(candidate, omega, lost)
+        row = row._replace(reason=excess[lost])
+      except ValueError as error:
+        row = row._replace(error=lost, reason=str(error))
+    rows.append(row)
+  if excess and all(excess.values()):
+    return [Row(candidate, reason=excess[min(excess)])]
+  return rows
 
-  model: Any  # the parameters' shapes, in their tree
-  limits: errors.Errors
-  axis_name: axes.AxisName  # of the workers
-  platform: str  # of the workers
-  cluster: Cluster
-  options: PlanOptions
 
-  def rows(
-    self, candidate: Candidate, speed_of: Callable[[Candidate], Any], dense: Row
-  ) -> list[Row]:
-    """Returns a candidate's row with each exchange; one if all have one refusal."""
-    limits = self.limits
-    omega = limits.omega(candidate)
-    reason = limits.refusal(candidate, omega)
-    speeds = None if reason else speed_of(candidate)
-    if speeds is None:
-      unknown = f"`speeds` has none of this name; omega is {omega:.3g}"
-      return [Row(candidate, reason=reason or unknown)]
-    # Elements that owners of a sparse sum would drop are delayed again, and no study
-    # bounds that.
-    rows, excess, dropping = [], {}, ""
-    if (share := candidate.density) is not None:
-      union = f"up to {1 - (1 - share) ** limits.workers:.3g} of the elements"
-      who = f"{limits.workers} workers together choose {union}"
-      dropping = f"{who}, and owners would send {share:.3g}"
-    for way in _WAYS:
-      row = Row(candidate, way, dropping * (way.owners or not way.of_leaves))
-      if not row.reason:
-        lost = errors.mean_error(candidate, omega, way, limits.sizes)
-        row = row._replace(error=lost, speed=candidates.by_leaf(speeds))
-        try:
-          row = self.timed(row, dense.step_seconds)
-          excess[lost] = limits.excess(candidate, omega, lost)
-          row = row._replace(reason=excess[lost])
-        except ValueError as error:
-          row = row._replace(reason=str(error))
-      rows.append(row)
-    if excess and all(excess.values()):
-      return [Row(candidate, reason=excess[min(excess)])]
-    return rows
-
-  def timed(self, row: Row, plain: float = 0.0) -> Row:
-    """Returns a row with its messages and seconds; ValueError if they are refused."""
-    axis_name, number = self.axis_name, self.limits.workers
-    codec = row.candidate.codec_for([path for path, _ in named(self.model)])
-    options: dict[str, Any] = {"codec": codec, "exchange": row.exchange}
-    options["feedback"] = "error" if row.candidate.feedback else None
-    parts: Any = compression.Compression(**options, axis_name=axis_name)
-    like = jax.tree.map(inputs.pairs, self.model)
-    across = place.Place(axis_name, number, others=[()] * len(jax.tree.leaves(like)))
-    with platforms.planned_for(self.platform):
-      planned = parts.plan(like, across)
-      found = sent_by(planned, self.limits.sizes)
-    cost = costs.seconds(found, self.cluster, row.speed)
-    passes = self.options.forward or 0.0, self.options.backward or 0.0
-    step = costs.step_seconds(*passes, [(1.0, cost)], overlap=False)
-    row = row._replace(options=options, sent=found, breakdown=cost, step_seconds=step)
-    return row._replace(speedup=plain / step if plain and step else 1.0)
-
-  def chosen(self, rows: Sequence[Row], plain: Sequence[Row]) -> tuple[Row, str]:
-    """Returns the best row, or the plain mean's if it gains too little; and why."""
-    dense, margin = min(plain, key=lambda row: row.step_seconds), self.options.margin
-    row = best(rows)
-    ours, theirs = (f"{_in_ms(x.step_seconds)} ms" for x in (row, dense))
-    if row.step_seconds <= (1 - margin) * dense.step_seconds:
-      times = f"{row.name} {ours}, dense {theirs}"
-      return row, f"{row.candidate.verdict}: {times}: {row.speedup:.3g} x"
-    times = f"dense {theirs}, best {row.name} {ours}"
-    if (gain := 1 - row.step_seconds / dense.step_seconds) > 0:
-      small = f"gains {gain:.1%} of a step here, below the margin of {margin:.0%}"
-      return dense, f"do not: compression {small}: {times}"
-    # At another rate another way of a plain mean may be the faster one.
-    rates = [min(_rate(x, way, self.cluster) for way in plain) for x in rows]
-    rate, slow = max(zip(rates, rows, strict=True), key=lambda pair: pair[0])
-    who = "it" if slow is row else slow.name
-    below = f"{who} would win below {8e-9 * rate:.3g} Gbit/s"
-    below = below if rate else "none would win at any rate"
-    return dense, f"do not: compression loses here: {times}; {below}"
+def _chosen(
+  rows: Sequence[Row], plain: Sequence[Row], cluster: Cluster, margin: float
+) -> tuple[Row, str]:
+  """Returns the best row, or the plain mean's if it gains too little; and why."""
+  row, dense = best(rows), min(plain, key=lambda row: row.step_seconds)
+  ours, theirs = (f"{_in_ms(x.step_seconds)} ms" for x in (row, dense))
+  if row.step_seconds <= (1 - margin) * dense.step_seconds:
+    times = f"{row.name} {ours}, dense {theirs}"
+    return row, f"{row.candidate.verdict}: {times}: {row.speedup:.3g} x"
+  times = f"dense {theirs}, best {row.name} {ours}"
+  if (gain := 1 - row.step_seconds / dense.step_seconds) > 0:
+    small = f"gains {gain:.1%} of a step here, below the margin of {margin:.0%}"
+    return dense, f"do not: compression {small}: {times}"
+  # At another rate another way of a plain mean may be the faster one.
+  rates = [min(_rate(x, way, cluster) for way in plain) for x in rows]
+  rate, slow = max(zip(rates, rows, strict=True), key=lambda pair: pair[0])
+  who = "it" if slow is row else slow.name
+  below = f"{who} would win below {8e-9 * rate:.3g} Gbit/s"
+  below = below if rate else "none would win at any rate"
+  return dense, f"do not: compression loses here: {times}; {below}"
 
 
 def best(rows: Sequence[Row]) -> Row:
@@ -356,13 +344,11 @@ def best(rows: Sequence[Row]) -> Row:
   return min(near, key=lambda row: (row.error, _WAYS.index(row.exchange)))
 
 
-def _rate(row: Row, dense: Row, cluster: Cluster) -> float:
+def _rate(row: Any, dense: Any, cluster: Cluster) -> float:
   """Returns the bytes per second below which a row beats a plain mean; 0 for none."""
-  seconds = lambda x, at: costs.seconds(x.sent, at, x.speed).total
-  gain = lambda at: seconds(dense, at) - seconds(row, at)
+  gain = lambda at: dense.seconds(at).total - row.seconds(at).total
   rate = costs.rate_without_gain(gain, cluster)
-  saves = row.sent.bytes_sent < dense.sent.bytes_sent
-  return rate if saves and rate < math.inf else 0.0
+  return rate if row.bytes_sent < dense.bytes_sent and rate < math.inf else 0.0
 
 
 def _in_ms(seconds: float) -> str:
@@ -399,34 +385,23 @@ def _platform(options: PlanOptions, link: Any) -> str:
   """Returns the platform of the workers."""
   named = options.speeds if isinstance(options.speeds, str) else ""
   given = options.platform or candidates.SOURCES.get(named, ("", None))[1]
-  on = platforms.planned_on if isinstance(link, Mesh) else contextlib.nullcontext
-  with on(link), platforms.planned_for(given):
-    return platforms.platform()
+  on = study.planned_on if isinstance(link, Mesh) else contextlib.nullcontext
+  with on(link), study.planned_for(given):
+    return study.platform()
 
 
 def _leaves(gradients: Any, model: Any) -> list[np.ndarray]:
   """Returns the leaves of gradients; ValueError unless they are like the model's."""
   like = shapes_of(gradients, "gradients")
-  both: list[Any] = [jax.tree.structure(x) for x in (model, like)]
-  if both[0] != both[1]:
-    raise ValueError(
-      f"`gradients` must have the tree of `params`, {both[0]}, got {both[1]}."
-    )
+  structures: Any = map(jax.tree.structure, (model, like))
+  whole, own = structures
+  if own != whole:
+    raise ValueError(f"`gradients` must have the tree of `params`, {whole}, got {own}.")
   for (path, a), (_, b) in zip(named(model), named(like), strict=True):
     if a.shape != b.shape:
-      raise ValueError(
-        f"`gradients` must have the shapes of `params`, of {path} {a.shape}, got "
-        f"{b.shape}."
-      )
+      rule = f"the shapes of `params`, of {path} {a.shape}"
+      raise ValueError(f"`gradients` must have {rule}, got {b.shape}.")
   return [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(gradients)]
-
-
-def shares_memory(mesh: Mesh) -> bool:
-  """Returns True for a mesh of emulated devices: CPUs of only this process."""
-  return all(
-    device.platform == "cpu" and device.process_index == jax.process_index()
-    for device in mesh.devices.flat
-  )
 
 
 def cluster_of(workers: Any, link: Any) -> tuple[tuple[int, ...], Cluster, str]:
@@ -440,7 +415,9 @@ def cluster_of(workers: Any, link: Any) -> tuple[tuple[int, ...], Cluster, str]:
       raise ValueError(
         f"`workers` must be the {link.size} devices of the mesh, got {workers!r}."
       )
-    if not alone and shares_memory(link):
+    own = jax.process_index()
+    near = lambda device: device.platform == "cpu" and device.process_index == own
+    if not alone and all(map(near, link.devices.flat)):
       alone = "emulated devices share one memory, and no link is between them"
     measured = Link(latency=0.0, bytes_per_second=1.0) if alone else Link.measure(link)
     links = (measured,) * len(sizes)

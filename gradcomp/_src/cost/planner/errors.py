@@ -10,12 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradcomp._src import checks
-from gradcomp._src.codecs.sums.sum import SumFacts
 from gradcomp._src.core.transform import compress
 from gradcomp._src.cost.planner.candidates import Candidate, Record
 from gradcomp._src.cost.rules import above_0
 from gradcomp._src.exchange.protocol import Exchange
-from gradcomp._src.exchange.two_shot import TwoShot
+from gradcomp._src.exchange.schedules import TwoShot
 
 BudgetName = Literal["none", "tight", "paper", "aggressive"]
 Optimizer = Literal["sgd", "adam"]
@@ -95,16 +94,16 @@ class Errors(NamedTuple):
 
   def omega(self, candidate: Candidate) -> float:
     """Returns a candidate's loss, see :func:`omega`; the largest leaves count."""
-    # The rules of a policy are for the leaves of a tree, by their names.
-    by_path, given = bool(candidate.codec.facts.parts), self.gradients
-    if candidate.omega is not None and (by_path or given is None):
+    codec, given = candidate.codec, self.gradients
+    if candidate.omega is not None and (codec.facts.parts or given is None):
       return candidate.omega
-    if by_path:
-      leaves, treedef = jax.tree.flatten(self.model)
-      shape = lambda x: x.shape if x.size < math.prod(_MATRIX) else _MATRIX
-      given = given or [_normal(shape(x)) for x in leaves]
-      return omega(candidate.codec, jax.tree.unflatten(treedef, given))
-    return omega(candidate.codec, given and sorted(given, key=np.size)[-_LEAVES:])
+    if not codec.facts.parts:
+      return omega(codec, given and sorted(given, key=np.size)[-_LEAVES:])
+    # The rules of a policy are for the leaves of a tree, by their names.
+    leaves, treedef = jax.tree.flatten(self.model)
+    shape = lambda x: x.shape if x.size < math.prod(_MATRIX) else _MATRIX
+    given = given or [_normal(shape(x)) for x in leaves]
+    return omega(codec, jax.tree.unflatten(treedef, given))
 
   def refusal(self, candidate: Candidate, omega: float) -> str:
     """Returns the reason to refuse a candidate in all exchanges; "" for none."""
@@ -126,8 +125,9 @@ class Errors(NamedTuple):
       tasks, where = (1, "") if candidate.density is None else (2, " in two tasks")
       if len({x.task for x in found}) < tasks:
         return f"the study has no record of it with {_ENOUGH} seeds{where}"
-      if lost := [x for x in found if x.lost(_LOST)]:
-        return f'it ended {lost[0]}; budget "paper" allows {_LOST}'
+      for x in found:  # a loss is one that all of its interval shows
+        if x.points < -_LOST and x.points + x.half < 0:
+          return f'it ended {x}; budget "paper" allows {_LOST}'
     return ""
 
   def notes(self, chosen: Candidate, compared: Iterable[Candidate]) -> list[str]:
@@ -155,19 +155,18 @@ class Errors(NamedTuple):
   def excess(self, candidate: Candidate, omega: float, error: float) -> str:
     """Returns the reason why a mean's error exceeds the budget; "" if it does not."""
     share = error / self.workers
-    says = f"the mean's error is {error:.3g}, and {share:.3g} over the workers"
+    says = f"the mean's error is {error:.3g}, and"
+    over = f"{says} {share:.3g} over the workers"
     if self.budget == "tight":
       kept = candidate.feedback and omega <= _TIGHT
       if not kept and (candidate.biased or share > _TIGHT):
-        return f'{says}; budget "tight" allows {_TIGHT}'
+        return f'{over}; budget "tight" allows {_TIGHT}'
     elif self.budget == "paper":
       trained = mean_error(candidate, omega, *_TRAINED)
       if error > max(_TIGHT, _SLACK * trained):
-        return (
-          f"the mean's error is {error:.3g}, and {trained:.3g} where it was trained"
-        )
+        return f"{says} {trained:.3g} where it was trained"
     elif not isinstance(self.budget, str) and share > self.budget:
-      return f"{says}, above the budget of {self.budget:.3g}"
+      return f"{over}, above the budget of {self.budget:.3g}"
     return ""
 
 
@@ -175,34 +174,29 @@ def mean_error(
   candidate: Candidate, omega: float, exchange: Exchange, sizes: Sequence[int]
 ) -> float:
   """Returns the squared error of a first mean of normal numbers, over its square."""
-  of = lambda x: _of_sum(omega, x, exchange, sizes, candidate.biased)
-  coded = (facts for facts in candidate.codec.facts.each if not facts.plain)
-  return max(map(of, coded), default=0.0)
-
-
-def _of_sum(
-  omega: float, facts: SumFacts, exchange: Exchange, sizes: Sequence[int], biased: bool
-) -> float:
-  """Returns the error of the mean of one codec's sums."""
-  workers = math.prod(sizes)
+  workers, errors = math.prod(sizes), [0.0]
   inside = sizes[-1] if exchange.way == "grouped" else 1
   groups = workers // inside
-  if facts.rounds:  # each addition in the codec's format rounds the sum so far
-    added = lambda n: ((n + 1) * n / 2 - 1) / n  # errors of sums of 2, 3, ... n, over n
-    return omega * (1 + added(inside) + added(groups))
   # Unbiased codecs round in pairs of workers with errors that cancel by half.
-  leaves = omega if biased else omega * (groups // 2 + groups % 2) / groups
-  exact = facts.exact and not facts.in_format
-  if exact or groups == 1 or exchange.way in ("gathered", "reduced"):
-    return leaves
-  ring, paired = exchange.way == "passed", omega / 2
-  if biased:
-    left = [(1 - omega) ** n for n in range(1, workers + 1)]  # after n encodings
-    return 1 - (sum(left) / workers if ring else left[1])
-  # Owners round means to nearest, with half of omega. A mean has its errors in it, too,
-  # and with few levels its own loss grows with the root of that.
-  if not ring:
-    return leaves + paired * math.sqrt(1 + leaves)
-  # A ring encodes the sums of 1, 2, ... N gradients, and the errors so far with them.
-  grown = _GROWN * (1 - math.exp(-paired * workers / (3 * _GROWN)))
-  return paired * ((workers + 1) / 2 * (1 + grown) + workers % 2 / workers)
+  pairs = groups // 2 + groups % 2
+  leaves = omega if candidate.biased else omega * pairs / groups
+  for facts in (x for x in candidate.codec.facts.each if not x.plain):
+    error, exact = leaves, facts.exact and not facts.in_format
+    if facts.rounds:  # each addition in the codec's format rounds the sum so far
+      added = lambda n: ((n + 1) * n / 2 - 1) / n  # of sums of 2, 3, ... n, over n
+      error = omega * (1 + added(inside) + added(groups))
+    elif exact or groups == 1 or exchange.way in ("gathered", "reduced"):
+      pass  # sums lose nothing
+    elif candidate.biased:
+      left = [(1 - omega) ** n for n in range(1, workers + 1)]  # after n encodings
+      error = 1 - (sum(left) / workers if exchange.way == "passed" else left[1])
+    elif exchange.way == "passed":
+      # It encodes the sums of 1, 2, ... N gradients, and the errors so far with them.
+      grown = _GROWN * (1 - math.exp(-omega / 2 * workers / (3 * _GROWN)))
+      error = omega / 2 * ((workers + 1) / 2 * (1 + grown) + workers % 2 / workers)
+    else:
+      # Owners round means to nearest, with half of omega. A mean has its errors in it,
+      # too, and with few levels its own loss grows with the root of that.
+      error += omega / 2 * math.sqrt(1 + leaves)
+    errors.append(error)
+  return max(errors)

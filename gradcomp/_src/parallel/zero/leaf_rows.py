@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,9 @@ from gradcomp._src.codecs.protocol import Codec, LeafCodec
 from gradcomp._src.codecs.sums.records import NOTHING, Leaf
 from gradcomp._src.core.state import OwnedRows, is_rows
 from gradcomp._src.exchange import layout as layouts
-from gradcomp._src.exchange import lines
-from gradcomp._src.exchange.collectives import in_turn
+from gradcomp._src.exchange.collectives import in_turn, own_share
 from gradcomp._src.exchange.plan import MADE_FOR_SHARDS, MessagePlan
-from gradcomp._src.exchange.protocol import Message, gather_rows
+from gradcomp._src.exchange.protocol import gather_rows
 from gradcomp._src.kernels.materialize import word_cutter
 from gradcomp._src.mesh.axes import Axes
 from gradcomp._src.mesh.study import noted
@@ -39,29 +38,16 @@ def share_rows(
   """Shares the rows of a plan; ``codec`` encodes updates of all but small leaves."""
   whole = [leaf._replace(addends=None, ranges=1) for leaf in plan.leaves]
   codecs = layouts.leaf_codecs(whole, codec, min_leaf_size=min_leaf_size)
-
-  def short(codec: Codec, size: int) -> Codec:
-    """Gives a small leaf rows, so that each worker can own one."""
-    words = max(1, -(-size // plan.workers))
-    small = codec.facts.plain and words < codec.row_words
-    return ShortRows(row_words=words) if small else codec
-
-  def shared(message: Message) -> Message:
-    like = message.layout.like
-    own = [short(message.layout.codec_of(k), x.size) for k, x in enumerate(like)]
-    return message._replace(layout=layouts.arrange(like, own))
-
-  messages = tuple(map(shared, plan.messages))
-  return LeafRows(plan._replace(messages=messages), tuple(codecs))
-
-
-class _Place(NamedTuple):
-  """The rows of one leaf."""
-
-  codec: Codec  # of the gradients
-  rows: int  # without those that fill it up
-  like: jax.ShapeDtypeStruct  # the whole leaf
-  shape: tuple[int, ...]  # of a worker's rows, (share, *tile_shape)
+  messages = []
+  for message in plan.messages:
+    own, like = list[Codec](), message.layout.like
+    for k, x in enumerate(like):
+      of_leaf, words = message.layout.codec_of(k), max(1, -(-x.size // plan.workers))
+      # A small leaf has short rows, so that each worker can own one.
+      small = of_leaf.facts.plain and words < of_leaf.row_words
+      own.append(ShortRows(row_words=words) if small else of_leaf)
+    messages.append(message._replace(layout=layouts.arrange(like, own)))
+  return LeafRows(plan._replace(messages=tuple(messages)), tuple(codecs))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,20 +65,22 @@ class LeafRows:
     return list(map(self.plan.own_axes, range(len(self.plan.names))))
 
   @functools.cached_property
-  def _places(self) -> list[_Place]:
-    found: dict[int, _Place] = {}
+  def _places(self) -> list[tuple[Codec, int, Any, tuple[int, ...]]]:
+    """The codec of each gradient, its rows, the leaf, and the shape of a worker's."""
+    found = {}
     for leaves, layout, *_ in self.plan.messages:
       columns = leaves, layout.slots, layout.like
       for i, (group, start, stop), like in zip(*columns, strict=True):
         share, codec = -((start - stop) // self.plan.workers), layout.codecs[group]
         shape = share, *protocol.tile_shape(codec)
-        found[i] = _Place(codec, stop - start, like, shape)
+        found[i] = codec, stop - start, like, shape
     return [found[i] for i in range(len(found))]
 
   def owned(self, leaves: Sequence[jax.Array]) -> Rows:
     """Returns this worker's rows, ``float32[share, *tile_shape]``, of whole leaves."""
-    cut = lambda at, x: at.codec.split(x).reshape(-1, *at.shape[1:])
-    return [lines.own_share(x, self.plan.group) for x in map(cut, self._places, leaves)]
+    pairs = zip(self._places, leaves, strict=True)
+    cut = [codec.split(x).reshape(-1, *own[1:]) for (codec, _, _, own), x in pairs]
+    return [own_share(x, self.plan.group) for x in cut]
 
   @functools.cached_property
   def elements(self) -> list[Any]:
@@ -102,7 +90,8 @@ class LeafRows:
       size = codec.tile_size
       found.append(np.True_)
       if like.size != self.plan.workers * share * size:
-        row = lines.own_rows(share, worker).reshape(-1, *[1] * len(tile))
+        row = worker * share + lax.iota(jnp.int32, share)
+        row = row.reshape(-1, *[1] * len(tile))
         whole, rest = divmod(like.size, size)
         count = jnp.where(row < whole, size, jnp.where(row == whole, rest, 0))
         found[-1] = np.arange(size).reshape(tile) < count
@@ -114,19 +103,36 @@ class LeafRows:
     came: Sequence[jax.Array] = ()
     # Gradients of the last message arrive first, and so do its owners' differences.
     for message in reversed(self.plan.messages):
-      parts = _joined({i: (self.codecs[i], rows[i]) for i in message.leaves})
+      parts: dict[Any, list[int]] = {}  # leaves that a worker encodes together
+      for i in message.leaves:
+        codec, size = self.codecs[i], rows[i].size
+        bound = codec.bind(Leaf((size,))).to_nearest()  # to the rows, as one flat leaf
+        # A scale of the whole tensor is that of a leaf.
+        alone = bound != codec.to_nearest() or codec.of_whole
+        if bound.facts.plain and size % bound.row_words:
+          bound = ShortRows()
+        parts.setdefault((bound, i if alone else None), []).append(i)
+      columns = [(codec, own) for (codec, _), own in parts.items()]
       with jax.named_scope("gradcomp_encode"):
-        encoded = [part.encoded() for part in parts]
+        encoded = []
+        for codec, own in columns:  # each leaf from a row on
+          flat = [codec.split(rows[i].reshape(-1)).reshape(-1) for i in own]
+          together = encoding.encode_leaf(codec, False, jnp.concatenate(flat), NOTHING)
+          encoded.append(together.rows)
       with jax.named_scope("gradcomp_all_gather"), noted(message):
         came, _ = gather_rows(message.layout, in_turn(encoded, came), self.plan.group)
       with jax.named_scope("gradcomp_decode"):
-        for part, words in zip(parts, came, strict=True):
-          found |= part.decoded(words)
+        for (codec, own), words in zip(columns, came, strict=True):
+          start, cut = 0, word_cutter(words, 1)
+          for i in own:
+            stop = start - (-rows[i].size // codec.tile_size)
+            found[i] = _decoded(cut(start, stop), codec, rows[i].shape)
+            start = stop
     every = [found[i] for i in range(len(found))]
     with jax.named_scope("gradcomp_decode"):
       pairs = zip(self._places, every, strict=True)
-      leaves = [at.codec.join(x[: at.rows], at.like) for at, x in pairs]
-    return leaves, [lines.own_share(x, self.plan.group) for x in every]
+      leaves = [codec.join(x[:n], like) for (codec, n, like, _), x in pairs]
+    return leaves, [own_share(x, self.plan.group) for x in every]
 
   def as_state(self, like: Any, rows: Rows) -> Any:
     """Returns rows as ``OwnedRows`` in a tree like the parameters."""
@@ -139,7 +145,7 @@ class LeafRows:
     nodes, made = jax.tree.flatten(unsent, is_leaf=is_rows)
     got = [jax.tree.map(jnp.shape, tuple(x)) for x in nodes if is_rows(x)]
     pairs = zip(self.axes, self._places, strict=True)
-    wanted = [({axes: place.shape},) for axes, place in pairs]
+    wanted = [({axes: shape},) for axes, (_, _, _, shape) in pairs]
     if got != wanted or made != jax.tree.structure(like):
       raise ValueError(
         f"`state.unsent` must have one worker's rows of each leaf, of "
@@ -148,43 +154,9 @@ class LeafRows:
     return jax.tree.leaves(unsent)
 
 
-class _Joined(NamedTuple):
-  """The rows of leaves that a worker encodes together, by leaf."""
-
-  codec: Codec
-  leaves: dict[int, jax.Array]
-
-  def encoded(self) -> jax.Array:
-    """Returns the words of all leaves, each from a row on, ``uint32[rows, words]``."""
-    flat = [self.codec.split(x.reshape(-1)).reshape(-1) for x in self.leaves.values()]
-    return encoding.encode_leaf(self.codec, False, jnp.concatenate(flat), NOTHING).rows
-
-  def decoded(self, words: jax.Array) -> Iterator[tuple[int, jax.Array]]:
-    """Yields each leaf's rows of all owners, ``float32[N * share, ...]``."""
-    start, cut = 0, word_cutter(words, 1)
-    for i, like in self.leaves.items():
-      stop = start - (-like.size // self.codec.tile_size)
-      yield i, _decoded(cut(start, stop), self.codec, like.shape)
-      start = stop
-
-
 @functools.partial(jax.jit, static_argnums=(1, 2))  # leaves of a shape: traced once
 def _decoded(words: jax.Array, codec: Codec, shape: tuple[int, ...]) -> jax.Array:
   """Decodes ``uint32[N, rows, words]`` to the rows of all owners, one leaf's."""
   like = jax.ShapeDtypeStruct(shape, jnp.float32)
   decode = lambda x: protocol.from_tiles(codec.decode_rows(x), like, codec)
   return jax.vmap(decode)(words).reshape(-1, *shape[1:])
-
-
-def _joined(rows: dict[int, tuple[Codec, jax.Array]]) -> list[_Joined]:
-  """Returns the rows of leaves by codecs, bound to a worker's rows as one flat leaf."""
-  found: dict[tuple[Any, ...], _Joined] = {}
-  for i, (codec, x) in rows.items():
-    bound = codec.bind(Leaf((x.size,))).to_nearest()
-    # A scale of the whole tensor is that of a leaf.
-    alone = bound != codec.to_nearest() or codec.of_whole
-    if bound.facts.plain and x.size % bound.row_words:
-      bound = ShortRows()
-    part = found.setdefault((bound, i if alone else None), _Joined(bound, {}))
-    part.leaves[i] = x
-  return list(found.values())

@@ -10,16 +10,15 @@ from jax.typing import ArrayLike
 from gradcomp._src import checks, public
 from gradcomp._src.codecs import protocol
 from gradcomp._src.codecs.sums.records import Leaf
-from gradcomp._src.core import border, compression, first_state, inputs
+from gradcomp._src.core import border, compression, specs, transform
 from gradcomp._src.core import feedback as feedbacks
 from gradcomp._src.core import state as states
-from gradcomp._src.core import step as steps
-from gradcomp._src.exchange import step, two_shot
+from gradcomp._src.exchange import schedules, step
 from gradcomp._src.floats.dtypes import fitted
-from gradcomp._src.mesh import agreement, closures, place, study, trees, types
+from gradcomp._src.mesh import agreement, shard_maps, study, trees, types
 from gradcomp._src.mesh import axes as mesh_axes
-from gradcomp._src.parallel.zero import elementwise, leaf_rows
 from gradcomp._src.parallel.zero import inner as inners
+from gradcomp._src.parallel.zero import leaf_rows
 
 _BYTES = checks.optional(checks.integer("a number of bytes, 0 or more, or None", 0))
 
@@ -118,7 +117,7 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
   told = dict(locals())
   _check_codecs(grads, params)
   axes = mesh_axes.as_axis_name(mesh_axes.axis_names(axis_name))
-  exchange = two_shot.TwoShot(feedback=False)
+  exchange = schedules.TwoShot(feedback=False)
   size = _BYTES.check("message_bytes", message_bytes)  # none is "auto"
   keeper = feedbacks.as_feedback(feedback, grads, "grads")
   if keeper.estimates:
@@ -128,9 +127,9 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
     )
   options = axes, exchange, keeper, min_leaf_size, size, key, dither
   parts, of_updates = compression.Compression(grads, *options), params
-  inner = closures.optimizer_with_note(inner)
+  inner = shard_maps.optimizer_with_note(inner)
 
-  def shared(like: Any, across: place.Place) -> leaf_rows.LeafRows:
+  def shared(like: Any, across: types.Place) -> leaf_rows.LeafRows:
     plan = parts.plan(like, across)
     return leaf_rows.share_rows(plan, of_updates, parts.min_leaf_size)
 
@@ -143,23 +142,23 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
 
     def first(tree: Any) -> tuple[Any, Any]:
       """Returns a worker's first unsent rows, zeros, and the first inner state."""
-      wide = lambda x: jnp.asarray(inputs.pairs(x)).astype(jnp.float32)
+      wide = lambda x: jnp.asarray(border.pairs(x)).astype(jnp.float32)
       reals = jax.tree.map(wide, tree)
-      across = place.Place(axes, mesh_axes.bound_size(axes) or 1, others=others)
+      across = types.Place(axes, mesh_axes.bound_size(axes) or 1, others=others)
       rows = shared(reals, across)
       master = rows.owned(jax.tree.leaves(reals))
-      zeros = [elementwise.alike(jnp.float32(0), x)[0] for x in master]
+      zeros = [inners.alike(jnp.float32(0), x)[0] for x in master]
       seen = inners.Inner(inner, tree, rows.axes)
       return rows.as_state(tree, zeros), seen.first(master)
 
     unknown = "which Nth of the parameters a worker owns"
     placed = jax.tree.map(types.typed_spec, tree)
-    rows = first_state.make_own(first, tree, axes, unknown, placed)
+    rows = specs.make_own(first, tree, axes, unknown, placed)
     return ZeroState(gradients, *rows)
 
   @public.cites("rajbhandari2020zero", "jia2024sdp4bit")
   def core(
-    across: place.Place, updates: Any, state: Any, params: Any, extra_args: Any
+    across: types.Place, updates: Any, state: Any, params: Any, extra_args: Any
   ) -> tuple[Any, ZeroState]:
     states.check_type(state, ZeroState)
     if params is None:
@@ -167,21 +166,19 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
         "`params` must be given to update, because zero sends differences from them, "
         "got None; call optimizer.update(grads, state, params)."
       )
-    updates = inputs.not_differentiated(updates)
+    updates = border.not_differentiated(updates)
     parts.check(across, updates, state.gradients)
     record = "gradcomp.parallel.zero", told, updates, across.axes
     agreement.require_agreement(*record, inner_state=state.inner_state)
     study.note(("params", of_updates))
     wide = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
-    leaves = jax.tree.leaves(jax.tree.map(inputs.pairs, params))
+    leaves = jax.tree.leaves(jax.tree.map(border.pairs, params))
     rows = shared(wide, across)
     seen = inners.Inner(inner, params, rows.axes, extra_args)
     waits = rows.of_state(state.unsent, params)
 
     def take(of: tuple[Any, Any]) -> tuple[Any, ZeroState]:
       rows = leaf_rows.LeafRows(*of)
-      facts = parts.step(rows.plan, state.gradients)
-      facts = facts._replace(instead=two_shot.ReduceScatter())
 
       def finish(reduced: list[step.Reduced]) -> tuple[list[step.Reduced], Any]:
         """Runs the optimizer on the means of this worker; sends the changes."""
@@ -192,18 +189,19 @@ def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
         lacks, own = rows.to_all(lacking)
         sent = list(map(fitted, lacks, across.dtypes))
         dtypes = [(p.dtype, u.dtype) for p, u in zip(leaves, sent, strict=True)]
-        left = inners.still_lacking(rows, master, before, own, waits, dtypes)
+        columns = dtypes, rows.elements, master, before, own, waits
+        left = [inners.still_lacking(*x) for x in zip(*columns, strict=True)]
         # No worker has the mean of a leaf. Where it is not finite, nor is the update.
         updated = [x._replace(mean=y) for x, y in zip(reduced, sent, strict=True)]
         return updated, (inner_state, (lacking, own, left))
 
-      sent, kept, rest = steps.take_step(parts, facts, wide, state.gradients, finish)
-      inner_state, changes = rest
+      given = wide, state.gradients, finish, rows.plan, schedules.ReduceScatter()
+      sent, kept, (inner_state, changes) = transform.take_step(parts, *given)
       kept = inners.measured_zero(kept, rows, *changes)
       return sent, ZeroState(kept, rows.as_state(params, changes[-1]), inner_state)
 
     of = rows.plan, rows.codecs
-    return steps.otherwise(take(of), take, of, across.axes)
+    return transform.otherwise(take(of), take, of, across.axes)
 
   return border.on_workers(init_fn, core, axis_name, reads=True)
 

@@ -9,8 +9,13 @@ from jax import Array
 
 from gradcomp._src.kernels.common import fixed_point, scales
 from gradcomp._src.kernels.common.fixed_point import Divide, Lane, divide
-from gradcomp._src.kernels.quantize import reference
-from gradcomp._src.kernels.quantize.reference import Line, coordinate
+from gradcomp._src.kernels.gpu.tiles import Encoded
+from gradcomp._src.kernels.quantize import (
+  Line,
+  ScaledForm,
+  coordinate,
+  encode_reference,
+)
 
 BINS = 256
 _SAMPLED = 128  # buckets of a leaf that are counted, at most
@@ -73,20 +78,8 @@ def fit(counts: Array, levels: Array) -> Array:
   return jnp.where(jnp.any(counts > 0), fitted, levels)
 
 
-def _lines(levels: Array) -> list[Line]:
-  """Returns the lines from magnitudes to coordinates, which count codes from zero."""
-  places = (levels * BINS).astype(jnp.int32)
-  unit = 1 << fixed_point.FRACTION
-  lines = [Line(np.float32(0), np.float32(BINS // 2) / places[0], np.int32(0))]
-  for i in range(levels.size - 1):
-    distance = places[i + 1] - places[i]
-    offset = i * unit + unit // 2 - places[i] * unit // distance
-    lines.append(Line(levels[i] * unit, np.float32(BINS) / distance, offset))
-  return lines
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Form(reference.ScaledForm):
+class Form(ScaledForm):
   """The options of fitted levels, which follow the scales in each row."""
 
   @property
@@ -125,8 +118,16 @@ def encode_rows(
   *,
   form: Form,
   implementation: Any = None,
-) -> reference.Encoded:
+) -> Encoded:
   """Encodes an array as rows of words, scales and levels, by XLA only."""
+  # Lines lead from magnitudes to coordinates, which count codes from zero.
+  places = (levels * BINS).astype(jnp.int32)
+  unit = 1 << fixed_point.FRACTION
+  lines = [Line(np.float32(0), np.float32(BINS // 2) / places[0], np.int32(0))]
+  for i in range(levels.size - 1):
+    distance = places[i + 1] - places[i]
+    offset = i * unit + unit // 2 - places[i] * unit // distance
+    lines.append(Line(levels[i] * unit, np.float32(BINS) / distance, offset))
   each = jnp.broadcast_to(levels, (len(scale), form.shared))
   numbers = jnp.concatenate([scale, each], axis=1)
-  return reference.encode_rows(x, numbers, dither, _lines(levels), form=form)
+  return encode_reference(x, numbers, dither, lines, form=form)

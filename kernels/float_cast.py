@@ -1,15 +1,16 @@
-"""FloatCast's inner loops in jnp: scale by a power of two, cast, pack, and decode."""
+"""Casts arrays to floats of few bits and packs them, and decodes them."""
 
 import dataclasses
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from gradcomp._src.kernels.common import dithers, fixed_point, float_codes, planes
-from gradcomp._src.kernels.common.float_formats import FloatFormat
+from gradcomp._src.kernels.common.float_codes import FloatFormat
+from gradcomp._src.kernels.gpu import dispatch, tiles
 from gradcomp._src.kernels.gpu.tiles import Encoded, Operand
 
 # A byte is an exponent plus 126. The bytes 0 and 255 stand for zero and for NaN.
@@ -76,13 +77,13 @@ class Form:
     )
 
 
-def encode_rows(
+def encode_reference(
   x: Array, exponent: Operand, dither: Operand, *, form: Form, first_row: int = 0
 ) -> Encoded:
   """Casts an array, or ``x * 2**exponent``, and packs codes: ``uint32[rows, B]``."""
   rows = []
-  for tiles in planes.tile_segments(x, form.planes, form.bucket_size):
-    each = zip(tiles.planes, tiles.lanes(dither, first_row), strict=True)
+  for segment in planes.tile_segments(x, form.planes, form.bucket_size):
+    each = zip(segment.planes, segment.lanes(dither, first_row), strict=True)
     codes = [form.code(plane, lane, exponent) for plane, lane in each]
     rows.append([planes.pack_planes(codes, width(form.fmt))])
   return planes.stacked(rows, form.bucket_size), None
@@ -95,3 +96,24 @@ def decode_rows(rows: Array, fmt: FloatFormat) -> Array:
     codes = codes & jnp.uint32((1 << fmt.bits) - 1)
   value = float_codes.from_codes(codes, fmt)
   return value if fmt.mantissa_bits else jnp.where(jnp.isinf(value), jnp.nan, value)
+
+
+@tiles.completed(encode_reference)
+def encode_on_gpu(
+  x: Array, *operands: Operand, form: Form, interpret: Any = False
+) -> Encoded:
+  """Encodes as :func:`encode_reference` does, to the same bits."""
+
+  def body(block: tiles.Block, exponent_ref: Any, dither_ref: Any) -> None:
+    lanes = block.lanes(dithers.read(dither_ref))
+    moved = None if exponent_ref is None else exponent_ref[0]
+    codes = (form.code(block.plane(k), next(lanes), moved) for k in range(form.planes))
+    block.put(planes.pack_planes(codes, width(form.fmt)))
+
+  exponent, dither = operands
+  given = None if exponent is None else exponent.reshape(1), dither
+  launch = tiles.Launch("float_cast", [form.bucket_size], interpret)
+  return tiles.encode(body, x, given, form, launch)
+
+
+encode_rows = dispatch.encoder("float_cast", encode_reference, encode_on_gpu)
