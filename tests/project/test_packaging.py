@@ -203,6 +203,7 @@ def test_rooms_import_one_way():
       found = {x[2] for x in parts if x[:2] == ("gradcomp", "_src") and x[2]}
       above = found - set(ROOMS[: ROOMS.index(room) + 1])
       assert not above, f"{file} imports from {above}"
+      assert "TYPE_CHECKING" not in path.read_text(), f"{file} imports in a circle"
 
 
 def test_public_modules_hold_no_code_of_their_own():

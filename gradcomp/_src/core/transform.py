@@ -145,7 +145,8 @@ def take_step(  # noqa: PLR0913 - all that a step depends on
   """Takes a worker's step; returns updates, state, and the rest of ``finish``."""
   # `finish` turns means into updates, with their rounding errors in the unsent parts;
   # without `dtypes`, of those of the gradients.
-  anew = _anew(options, dtypes or [x.dtype for x in jax.tree.leaves(updates)], state)
+  dtypes = dtypes or [x.dtype for x in jax.tree.leaves(updates)]
+  anew = _allowed_anew(options, dtypes, state)
   step = options.step(plan, state)._replace(instead=instead, anew=anew)
   corrected = correct(options, updates, state)
   run = getattr(options.codec, "average", average)  # of factors, or of leaves
@@ -162,17 +163,16 @@ def take_step(  # noqa: PLR0913 - all that a step depends on
   return new, kept, rest
 
 
-def _anew(
+def _allowed_anew(
   options: Compression, dtypes: Sequence[np.dtype], state: CompressState
 ) -> list[tuple[type, ...]]:
   """Returns the records that may compute each leaf's unsent part anew, on a CPU."""
   # So a CPU does not store it until the mean is there. Beside entries, numbers rounded
-  # to 16 bits take less than the random bits. The error of a narrower mean joins it.
-  # A program that is planned for a CPU and lowered for a GPU has the same bits.
+  # to 16 bits take less than the random bits. Measures, estimates and errors of narrow
+  # means read it earlier. A program planned for a CPU has the same bits on a GPU.
   rule = options.feedback
-  if platform() != "cpu" or state.measures is not None or not rule.keeps:
-    return []
-  if rule.estimates:  # which reads unsent parts before the residual is written
+  is_read = state.measures is not None or rule.estimates
+  if platform() != "cpu" or is_read or not rule.keeps:
     return []
   half = () if rule.moves else (Own,)
   by_kind = {"float32": (Own, OwnEntries), "bfloat16": half}

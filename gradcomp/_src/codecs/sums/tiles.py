@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,6 @@ from gradcomp._src.codecs.sums.sum import (
 from gradcomp._src.kernels import materialize, selection
 from gradcomp._src.kernels.common import sparse
 from gradcomp._src.kernels.common.fixed_point import scaled
-
-if TYPE_CHECKING:  # which imports this module
-  from gradcomp._src.codecs.protocol import Codec
 
 # More payloads than this are added in a loop, which bounds the compile time.
 UNROLLED = 16
@@ -68,11 +65,22 @@ OF_TILES = SumFacts(
 )
 
 
+class Coder(Protocol):
+  """The part of a codec that a sum of tiles needs; the class lies above it."""
+
+  @property
+  def tile_size(self) -> int: ...
+  def to_nearest(self) -> Self: ...
+  def encode_rows(self, tiles: Array, context: Context) -> Array: ...
+  def decode_rows(self, rows: Array) -> Array: ...
+  def sum_rows(self, rows: Array) -> Array: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Tiles(Sum):
   """Adds float32 tiles, decoded and encoded by ``codec``."""
 
-  codec: "Codec"
+  codec: Coder
   facts: SumFacts = dataclasses.field(default=OF_TILES, kw_only=True)
 
   @functools.partial(jax.jit, static_argnums=(0, 2))  # leaves of a shape: traced once
